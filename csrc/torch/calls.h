@@ -47,7 +47,7 @@ class Calls {
       send.load();
       shc::check(shc_all_gather(comm, send.data(), type.dtype, recv.data(), type.dtype,
                                 send.numel() * type.width, &options, nullptr));
-      recv.store();
+      recv.store_anew();
     };
   }
 
@@ -80,7 +80,7 @@ class Calls {
             send = apart(send, recv, own_begin(gathered, input))] {
       send.load();
       shc::check(shc_gather(comm, send.data(), recv.data(), type.dtype, count, root, 0, nullptr));
-      recv.store();
+      recv.store_anew();
     };
   }
 
@@ -207,7 +207,7 @@ class Calls {
       send.load();
       shc::check(shc_reduce_scatter(comm, send.data(), type.dtype, recv.data(), type.dtype,
                                     recv.numel() * type.width, type.op, &options, nullptr));
-      recv.store();
+      recv.store_anew();
     };
   }
 

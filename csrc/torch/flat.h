@@ -39,6 +39,15 @@ class Flat {
   void store() const {
     each([](const at::Tensor& tensor, const at::Tensor& part) { tensor.copy_(part); });
   }
+  // The same, after which autograd knows that the tensors have changed, also where nothing was
+  // copied: a backward that needs their former values raises, as after Gloo's copies.
+  void store_anew() const {
+    store();
+    if (copied_) return;
+    for (const at::Tensor& tensor : tensors_) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
 
  private:
   static std::vector<at::Tensor> detached(std::vector<at::Tensor> tensors) {

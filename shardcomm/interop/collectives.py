@@ -94,9 +94,11 @@ def all_gather_into_tensor(
     recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
     if recv.dtype == send.dtype:  # else they are converted on the way
         recv, send = movable(recv), movable(send)
-    return _queues(comm).gathers.begin(
+    work = _queues(comm).gathers.begin(
         lambda stream: comm.all_gather(recv, send, stream=stream), async_op
     )
+    _tell_autograd(output_tensor)
+    return work
 
 
 @overload
@@ -163,9 +165,11 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
     recv, send = _detached("reduce_scatter_tensor", output, input)
-    return _queues(comm).reduces.begin(
+    work = _queues(comm).reduces.begin(
         lambda stream: comm.reduce_scatter(recv, send, OPS[op], stream=stream), async_op
     )
+    _tell_autograd(output)
+    return work
 
 
 def _detached(
@@ -180,6 +184,12 @@ def _detached(
     check_movable(operation, "output", recv)
     check_movable(operation, "input", send)
     return recv, send
+
+
+def _tell_autograd(output: torch.Tensor) -> None:
+    """A backward that needs the former values of `output` raises, as after torch's functions over Gloo."""
+    if not output.is_inference():
+        torch.autograd.graph.increment_version(output)
 
 
 class _Queue:

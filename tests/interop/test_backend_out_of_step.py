@@ -258,6 +258,37 @@ def test_a_result_goes_to_the_memory_that_was_given() -> None:
     launch(set_data_meanwhile, 2, timeout_s=60)
 
 
+def gather_over_what_a_backward_needs() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    size = dist.get_world_size()
+    part, whole = torch.ones(4), torch.ones(4 * size)
+    fills: list[tuple[torch.Tensor, Callable[[torch.Tensor, bool], dist.Work | None]]] = [
+        (whole, lambda x, later: gather_into(x, part, async_op=later)),
+        (whole, lambda x, later: dist.all_gather(list(x.chunk(size)), part, async_op=later)),
+        (part, lambda x, later: scatter_from(x, whole, async_op=later)),
+        (part, lambda x, later: dist.reduce_scatter(x, list(whole.chunk(size)), async_op=later)),
+    ]
+    for like, fill in fills:
+        for later in (False, True):
+            result = torch.zeros_like(like)
+            loss = (torch.ones_like(like, requires_grad=True) * result).sum()
+            work = fill(result, later)
+            if work is not None:
+                work.wait()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            with torch.inference_mode():  # tensors whose changes nobody counts
+                work = fill(torch.zeros_like(like), later)
+                if work is not None:
+                    work.wait()
+    dist.destroy_process_group()
+
+
+def test_a_backward_that_needs_what_a_collective_overwrote_raises() -> None:
+    """As over Gloo, which copies results into the tensors."""
+    launch(gather_over_what_a_backward_needs, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_of_the_group_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"'shardcomm': rank is {rank}; it must be 0 to 1"):

@@ -80,6 +80,31 @@ def test_synchronous_calls_come_after_the_asynchronous_before_them(seed: int) ->
     launch(mixed_sync_and_async, 2, (seed,), timeout_s=60)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_backward_that_needs_what_was_overwritten_raises(async_op: bool) -> None:
+    def body(comm: Communicator) -> None:
+        part, full = torch.ones(2), torch.ones(2 * comm.size)
+        for result, fill in (
+            (full, lambda x: shardcomm.all_gather_into_tensor(x, part, comm, async_op)),
+            (
+                part,
+                lambda x: shardcomm.reduce_scatter_tensor(x, full, group=comm, async_op=async_op),
+            ),
+        ):
+            output = torch.zeros_like(result)
+            loss = (torch.ones_like(result, requires_grad=True) * output).sum()
+            with torch.inference_mode():
+                of_inference = torch.zeros_like(result)
+            for each in (output, of_inference):
+                work = fill(each)
+                if work is not None:
+                    work.wait()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    run_threads(body, 2)
+
+
 def groups_come_and_go() -> int:
     """Open files beyond those of the first round."""
     counts = []
