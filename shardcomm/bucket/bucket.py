@@ -302,7 +302,9 @@ class Bucket:
         Raises:
             CommError: A rank died, called something else or did not come in time.
         """
-        return self.gathering.all_gather(async_op=async_op)
+        work = self.gathering.all_gather(async_op=async_op)
+        self.comm._note("all_gather", work.event)
+        return work
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into memory of the caller's; collective.
@@ -381,6 +383,7 @@ class Bucket:
             work = Work(self.offload.landed)  # the host waits, since it reads the gradients
             if not async_op:
                 work.wait()
+        self.comm._note("reduce_scatter", work.event)
         self.gradients.show()
         return work
 

@@ -26,7 +26,6 @@ from shardcomm.comm.operands import (
     check_root,
     check_scatter,
     checked,
-    queued,
     red_op,
 )
 from shardcomm.comm.pending import Pending
@@ -101,7 +100,7 @@ class C10dCommunicator(Communicator):
         recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send, written=False)
         self._gather(recv, send, counts, tag).submit(stream)
-        return queued(self.device, stream, recv, send)
+        return self._work("all_gather", stream, recv, send)
 
     def bind_all_gather(
         self,
@@ -158,7 +157,7 @@ class C10dCommunicator(Communicator):
         recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send, written=False)
         self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag).submit(stream)
-        return queued(self.device, stream, recv, send, nonfinite)
+        return self._work("reduce_scatter", stream, recv, send, nonfinite)
 
     def bind_reduce_scatter(
         self,
@@ -283,7 +282,7 @@ class C10dCommunicator(Communicator):
     ) -> Any:
         buffer = self._checked("all_reduce", "buffer", buffer)
         self._all_reduce(buffer, op, tag).submit(stream)
-        return queued(self.device, stream, buffer)
+        return self._work("all_reduce", stream, buffer)
 
     def bind_all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, tag: int = 0
@@ -313,7 +312,7 @@ class C10dCommunicator(Communicator):
     ) -> Any:
         buffer = self._checked("broadcast", "buffer", buffer)
         self._broadcast(buffer, root).submit(stream)
-        return queued(self.device, stream, buffer)
+        return self._work("broadcast", stream, buffer)
 
     def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
         buffer = self._checked("broadcast", "buffer", buffer)
@@ -332,7 +331,7 @@ class C10dCommunicator(Communicator):
 
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         self._barrier(tag).submit(stream)
-        return queued(self.device, stream)
+        return self._work("barrier", stream)
 
     def bind_barrier(self, *, tag: int = 0) -> BoundCollective:
         return self._barrier(tag).bound()
@@ -421,7 +420,7 @@ class C10dCommunicator(Communicator):
 
         name = self._tag_names.get(tag)
         call = operation if name is None else f"{operation} of {name}"
-        channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
+        channel = pending.channel_of(operation)
 
         def guarded() -> None:
             self._running[channel] = call, sequence, time.monotonic()
@@ -441,6 +440,7 @@ class C10dCommunicator(Communicator):
                     self._running.pop(channel, None)
 
         if stream is None:
+            self._come_after_queued(operation)
             guarded()
         elif isinstance(stream, _C.Stream) and stream.handle:
             # torch's groups use torch's current stream.

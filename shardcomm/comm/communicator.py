@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, overload
 
@@ -24,7 +25,8 @@ import torch
 
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
-from shardcomm.comm.pending import Pending
+from shardcomm.comm.operands import keep_memory_until
+from shardcomm.comm.pending import Channel, Pending, channel_of
 from shardcomm.comm.receipt import Receipt, Sharing
 from shardcomm.comm.words import (
     DEADLINE_S,
@@ -37,7 +39,7 @@ from shardcomm.comm.words import (
 )
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireStats
-from shardcomm.stream.streams import AnyStream, Streams
+from shardcomm.stream.streams import AnyEvent, AnyStream, Streams, computing, on_host
 from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
@@ -52,8 +54,8 @@ class Communicator(ABC):
 
     Every rank calls the same collectives in the same order. A collective with a `stream` is queued there, and at once
     returns a [`Work`][shardcomm.Work] to wait for; it keeps its tensors alive until its end. Without a stream a
-    collective is part of what torch computes, and returns None: on a CPU it blocks until this rank's part is done, and
-    on a GPU it goes to the current stream.
+    collective is part of what torch computes, and returns None: on a CPU it blocks until this rank's part is done,
+    after what was queued on its channel before, and on a GPU it goes to the current stream.
 
     If a rank dies, calls something else or does not come within the deadline, every surviving rank raises
     [`CommError`][shardcomm.CommError], and the communicator only raises from then on.
@@ -118,6 +120,42 @@ class Communicator(ABC):
     @cached_property
     def _names_given(self) -> Counter[str]:
         return Counter()
+
+    @cached_property
+    def _queued(self) -> dict[Channel, tuple[int, AnyEvent]]:
+        """On a CPU, of each channel the thread that has queued a collective last, and the end of that collective."""
+        return {}
+
+    def _work(
+        self, operation: str, stream: AnyStream | None, *tensors: torch.Tensor | None
+    ) -> Work | None:
+        """The Work of a collective that was queued on `stream`, with these operands; None without a stream."""
+        if stream is None:
+            return None
+        event = stream.record()
+        keep_memory_until(event, *tensors)
+        self._note(operation, event)
+        return Work(event, None if on_host(self.device) else computing(self.device))
+
+    def _note(self, operation: str, event: AnyEvent) -> None:
+        """Notes that `operation` has been queued, and ends at `event`."""
+        if on_host(self.device):  # a GPU's streams themselves keep what the host queues in order
+            self._queued[channel_of(operation)] = get_ident(), event
+
+    def _come_after_queued(self, operation: str) -> None:
+        """Waits for what this thread has queued on the channel of `operation`, which it is about to run.
+
+        Otherwise the two might run in the other order on another rank. If the queued one fails, this raises its error.
+        """
+        channel = channel_of(operation)
+        if channel not in self._queued:
+            return
+        thread, event = self._queued[channel]
+        ended = event.query()
+        if ended or thread == get_ident():  # the stream's own thread would wait for itself
+            self._queued.pop(channel, None)
+        if not ended and thread == get_ident():
+            event.wait()
 
     @abstractmethod
     def _name_tag(self, tag: int, name: str) -> None:

@@ -25,7 +25,6 @@ from shardcomm.comm.operands import (
     check_root,
     checked,
     checked_parts,
-    queued,
     red_op,
 )
 from shardcomm.comm.pending import Pending
@@ -90,14 +89,14 @@ class CoreCommunicator(Communicator):
         stream: AnyStream | None = None,
     ) -> Any:
         usual = counts is None and type(tag) is int and tag == 0
-        usual = usual and stream is None and self._on_host
+        usual = usual and stream is None and self._on_host and not self._queued
         if usual and _CALLS.all_gather(self._core, recv, send):
             return None
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
         args = self._gather(recv, send, counts, tag)
-        self._run(_C.BoundCollective.all_gather(self._core, *args), stream)
-        return queued(self.device, stream, recv, send)
+        self._run("all_gather", _C.BoundCollective.all_gather(self._core, *args), stream)
+        return self._work("all_gather", stream, recv, send)
 
     def bind_all_gather(
         self,
@@ -138,14 +137,15 @@ class CoreCommunicator(Communicator):
     ) -> Any:
         usual = counts is None and nonfinite is None and accumulate is False
         usual = usual and type(tag) is int and tag == 0
-        usual = usual and type(scale) is float and scale == 1.0 and stream is None and self._on_host
+        usual = usual and type(scale) is float and scale == 1.0 and stream is None
+        usual = usual and self._on_host and not self._queued
         if usual and _CALLS.reduce_scatter(self._core, recv, send, red_op("reduce_scatter", op)):
             return None
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
         args = self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
-        self._run(_C.BoundCollective.reduce_scatter(self._core, *args), stream)
-        return queued(self.device, stream, recv, send, nonfinite)
+        self._run("reduce_scatter", _C.BoundCollective.reduce_scatter(self._core, *args), stream)
+        return self._work("reduce_scatter", stream, recv, send, nonfinite)
 
     def bind_reduce_scatter(
         self,
@@ -251,13 +251,14 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
-        usual = type(tag) is int and tag == 0 and stream is None and self._on_host
+        usual = type(tag) is int and tag == 0 and stream is None
+        usual = usual and self._on_host and not self._queued
         if usual and _CALLS.all_reduce(self._core, buffer, red_op("all_reduce", op)):
             return None
         buffer = checked("all_reduce", "buffer", buffer, self.device)
         args = self._all_reduce(buffer, op, tag)
-        self._run(_C.BoundCollective.all_reduce(self._core, *args), stream)
-        return queued(self.device, stream, buffer)
+        self._run("all_reduce", _C.BoundCollective.all_reduce(self._core, *args), stream)
+        return self._work("all_reduce", stream, buffer)
 
     def bind_all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, tag: int = 0
@@ -278,12 +279,13 @@ class CoreCommunicator(Communicator):
         self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
     ) -> Any:
         check_root("broadcast", root, self.size)
-        usual = stream is None and self._on_host
+        usual = stream is None and self._on_host and not self._queued
         if usual and _CALLS.broadcast(self._core, buffer, root):
             return None
         buffer = checked("broadcast", "buffer", buffer, self.device)
-        self._run(_C.BoundCollective.broadcast(self._core, *self._broadcast(buffer, root)), stream)
-        return queued(self.device, stream, buffer)
+        call = _C.BoundCollective.broadcast(self._core, *self._broadcast(buffer, root))
+        self._run("broadcast", call, stream)
+        return self._work("broadcast", stream, buffer)
 
     def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
         buffer = checked("broadcast", "buffer", buffer, self.device)
@@ -300,10 +302,10 @@ class CoreCommunicator(Communicator):
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         check_tag("barrier", tag)
         call = self._barrier if tag == 0 else _C.BoundCollective.barrier(self._core, tag)
-        on = self._run(call, stream)
+        on = self._run("barrier", call, stream)
         if stream is None and on is not None:
             self._wait_for(on)
-        return queued(self.device, stream)
+        return self._work("barrier", stream)
 
     @cached_property
     def _barrier(self) -> _C.BoundCollective:
@@ -358,10 +360,11 @@ class CoreCommunicator(Communicator):
         own_pid = os.getpid() if self.transport == "local" else None
         return pending.from_core(self._core.pending(), own_pid)
 
-    def _run(self, call: _C.BoundCollective, stream: AnyStream | None) -> Any:
+    def _run(self, operation: str, call: _C.BoundCollective, stream: AnyStream | None) -> Any:
         """Runs `call` on `stream` or, without one, on torch's current one, and returns that; on a CPU, here."""
         on = self._on(stream)
         if on is None:
+            self._come_after_queued(operation)
             call()
         else:
             call.enqueue(on)

@@ -12,8 +12,7 @@ from shardcomm.arguments.arrays import ArrayLike, as_tensor
 from shardcomm.arguments.checks import check_has_memory, check_list
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.words import Use
-from shardcomm.stream.streams import AnyStream, computing, keep_until, on_host
-from shardcomm.stream.work import Work
+from shardcomm.stream.streams import AnyEvent, keep_until
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 
@@ -236,19 +235,12 @@ def check_root(operation: str, root: int, size: int) -> None:
         raise ValueError(f"{operation}: root is {root!r}; it must be a rank, 0 to {size - 1}")
 
 
-def queued(
-    device: torch.device, stream: AnyStream | None, *tensors: torch.Tensor | None
-) -> Work | None:
-    """The Work of a collective that was queued on `stream`; the memory of `tensors` is kept until its end.
+def keep_memory_until(event: AnyEvent, *tensors: torch.Tensor | None) -> None:
+    """Keeps the memory that the tensors have now until `event` has fired, even if they are given other memory.
 
-    None without a stream.
+    `.data =` and `set_` do that, also while a collective runs.
     """
-    if stream is None:
-        return None
-    event = stream.record()
-    # Their storages, since a tensor may be given other memory (`.data =`, `set_`) while the collective runs in the old.
     keep_until(event, *[tensor.untyped_storage() for tensor in tensors if tensor is not None])
-    return Work(event, None if on_host(device) else computing(device))
 
 
 def _no_tensor_of(operation: str, name: str, kind: object) -> TypeError:

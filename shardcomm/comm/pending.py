@@ -9,6 +9,12 @@ from weakref import WeakValueDictionary
 
 Channel = Literal["gather", "reduce", "message"]
 
+
+def channel_of(operation: str) -> Channel:
+    """The channel of a collective, by its name."""
+    return "reduce" if "reduce" in operation else "gather"
+
+
 # As the core has it: rank, pid, channel, call, sequence, waiting_s, waits_for.
 CorePending = tuple[int, int, str, str, int, float | None, tuple[int, ...]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardcomm
-from shardcomm import Bucket, Communicator, Layout, ParamSpec, Stream, Work
+from shardcomm import Bucket, Communicator, Layout, ParamSpec, Stream, Work, launch
 from shardcomm.stream.streams import TorchStream
 from support.thread_ranks import run_threads
 
@@ -28,6 +30,82 @@ def collectives(comm: Communicator) -> dict[str, Callable[[Stream | None], Work 
         "broadcast": lambda stream: comm.broadcast(part, stream=stream),
         "barrier": lambda stream: comm.barrier(stream=stream),
     }
+
+
+ORDERED = [["all_gather", "broadcast", "barrier"], ["reduce_scatter", "all_reduce"]]
+
+
+def in_order_of_calls(comm: Communicator) -> None:
+    """The stream is held up, so that a blocking call which did not wait for it would run first."""
+    calls, stream, shut = collectives(comm), Stream(), threading.Event()
+    part = torch.zeros(N)
+    bound = {"all_reduce": comm.bind_all_reduce(part), "barrier": comm.bind_barrier()}
+    for channel in ORDERED:
+        for queued, blocking in itertools.product(channel, channel):
+            stream.enqueue(lambda: shut.wait(0.01))
+            work = calls[queued](stream)
+            assert calls[blocking](None) is None
+            assert work is not None
+            assert work.is_completed(), (queued, blocking)
+            if blocking in bound:
+                stream.enqueue(lambda: shut.wait(0.01))
+                work = bound[blocking].start(stream)
+                bound[blocking]()
+                assert work.is_completed(), blocking
+
+
+def test_a_blocking_call_comes_after_what_its_thread_has_queued_on_the_channel() -> None:
+    run_threads(in_order_of_calls, 2)
+
+
+def in_order_over_c10d() -> None:
+    dist.init_process_group("gloo")
+    with Communicator.from_process_group(transport="c10d", deadline_s=30) as comm:
+        in_order_of_calls(comm)
+    dist.destroy_process_group()
+
+
+def test_a_blocking_call_comes_after_what_was_queued_over_c10d_too() -> None:
+    launch(in_order_over_c10d, 2, timeout_s=60)
+
+
+def test_a_blocking_call_comes_after_what_a_bucket_has_begun() -> None:
+    def body(comm: Communicator) -> None:
+        calls, shut = collectives(comm), threading.Event()
+        bucket = Bucket.from_tensors({"w": torch.ones(8, N)}, comm)
+        other = Bucket.from_tensors({"w": torch.ones(8, N)}, comm)
+        grads = [torch.ones(8, N)]
+        streams = comm.streams
+        for blocking in (*[calls[name] for name in ORDERED[0]], lambda _: other.all_gather()):
+            streams.gather.enqueue(lambda: shut.wait(0.01))
+            work = bucket.all_gather(async_op=True)
+            blocking(None)
+            assert work.is_completed()
+        for blocking in (
+            *[calls[name] for name in ORDERED[1]],
+            lambda _: other.reduce_scatter(grads),
+        ):
+            streams.reduce.enqueue(lambda: shut.wait(0.01))
+            work = bucket.reduce_scatter(grads, async_op=True)
+            blocking(None)
+            assert work.is_completed()
+
+    run_threads(body, 2)
+
+
+def test_a_streams_own_call_does_not_wait_for_what_is_behind_it() -> None:
+    def body(comm: Communicator) -> None:
+        stream, go = Stream(), threading.Event()
+        own, behind = torch.ones(N), torch.ones(N)
+        stream.enqueue(go.wait)
+        stream.enqueue(lambda: comm.all_reduce(own))
+        work = comm.all_reduce(behind, stream=stream)
+        go.set()
+        work.wait(30)
+        assert own.eq(comm.size).all()
+        assert behind.eq(comm.size).all()
+
+    run_threads(body, 2)
 
 
 @pytest.mark.parametrize(
