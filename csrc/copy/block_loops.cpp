@@ -5,7 +5,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "copy/block_loops_avx2.h"
+#include "copy/block_decode_avx2.h"
+#include "copy/block_encode_avx2.h"
 #include "copy/nonfinite.h"
 #include "copy/philox.h"
 #include "copy/reduce_element.h"

@@ -36,7 +36,7 @@ std::vector<InstructionSet> instruction_sets() {
   // __builtin_cpu_supports does not know F16C in every compiler.
   unsigned eax, ebx, ecx = 0, edx;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  if (!has_f16c || !__builtin_cpu_supports("avx2")) return sets;
+  if (!has_f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return sets;
   sets.push_back(InstructionSet::avx2);
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

@@ -7,7 +7,7 @@
 
 namespace shardcomm {
 
-// avx2 is AVX2 with F16C, and avx512 has these, too.
+// avx2 is AVX2 with F16C and FMA, and avx512 has these, too.
 enum class InstructionSet { baseline, avx2, avx512 };
 
 const char* name(InstructionSet set);

@@ -90,6 +90,22 @@ def test_each_block_alone_keeps_its_bound(name: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_small_elements_of_one_size_beside_a_large_one(name: str, block: int) -> None:
+    format = BlockFormat(name, block)  # type: ignore[arg-type]
+    every = torch.arange(105 << 7, 128 << 7, dtype=torch.int32) << 16  # bfloat16 from 2^-22 to 2
+    small = torch.cat([every - 1, every, every + 1]).view(torch.float32)
+    blocks = small[:, None].repeat(1, block)
+    blocks[:, 1::2].neg_()
+    blocks[:, block // 2] = 1.5
+    check_against_definition(format, blocks)
+    for dtype in FLOATS[1:]:
+        narrow = blocks.to(dtype)
+        assert torch.equal(encoded_blocks(format, narrow), expected_wire(format, narrow.float()))
+
+
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 @pytest.mark.parametrize("name", NAMES)
 def test_narrow_sources_encode_as_their_float32_values(name: str, dtype: torch.dtype) -> None:
