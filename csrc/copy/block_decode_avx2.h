@@ -107,7 +107,8 @@ template <class Code>
   for (int part = 0; part < run.parts; ++part) {
     const std::uint32_t scale = run.scales[part * run.stride + block];
     const std::uint8_t* codes = run.codes + part * run.stride + block * elements;
-    if (scale > kLargestScale - Code::kMostExponent) return false;
+    // At the scale of the largest elements the code -128, which no encoder writes, is infinite.
+    if (scale >= kLargestScale - Code::kMostExponent) return false;
     for (int i = 0; i < elements; i += kGroup) {
       if (Codes<Code>::have_nan(codes + i)) return false;
       if (scale < kLeastPlainScale && !Codes<Code>::are_zeros(codes + i)) return false;

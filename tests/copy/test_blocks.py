@@ -135,6 +135,23 @@ def test_every_code_with_every_scale_decodes_to_its_value(
     assert same_bits(decoded, values_of(name, codes, scales).float().to(dtype))
 
 
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_code_with_every_scale_is_added_as_its_value(name: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1).reshape(-1, 32)
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(256 // 32)
+    format = BlockFormat(name)  # type: ignore[arg-type]
+    nbytes = format.nbytes(codes.numel())
+    wires = aligned(2 * nbytes)
+    ones = torch.ones_like(codes)
+    wires[:nbytes] = wire_of(ones, scales, nbytes)
+    wires[nbytes:] = wire_of(codes, scales, nbytes)
+    summed = torch.empty(codes.shape)
+    decode_sum(format, wires, 2, summed)
+    first, second = (values_of(name, each, scales).float() for each in (ones, codes))
+    assert same_bits(summed, first + second)
+
+
 def test_the_wire_of_one_block_is_what_the_specification_says() -> None:
     block = torch.zeros(32)
     block[:6] = torch.tensor([1.0, -0.5, 127 / 64, 1 / 64, 1 / 128, 3 / 128])
