@@ -302,9 +302,7 @@ class Bucket:
         Raises:
             CommError: A rank died, called something else or did not come in time.
         """
-        work = self.gathering.all_gather(async_op=async_op)
-        self.comm._note("all_gather", work.event)
-        return work
+        return self.gathering.all_gather(async_op=async_op)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into memory of the caller's; collective.
@@ -383,7 +381,6 @@ class Bucket:
             work = Work(self.offload.landed)  # the host waits, since it reads the gradients
             if not async_op:
                 work.wait()
-        self.comm._note("reduce_scatter", work.event)
         self.gradients.show()
         return work
 

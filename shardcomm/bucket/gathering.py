@@ -115,6 +115,7 @@ class Gathering:
                 streams = self._side.streams
                 bound = self._comm.bind_all_gather(recv, send, counts=counts, tag=tag)
                 gathered = bound.queue(streams.gather, streams.computed())
+                self._comm.order.queued("all_gather", gathered)
                 Work(gathered, self._side.compute, recv, send).wait()
             else:
                 self._comm.all_gather(recv, send, counts=counts, tag=tag)
@@ -127,7 +128,9 @@ class Gathering:
         streams = self._side.streams
         if self._offload is not None:  # beside computation that still reads the full buffer
             self._offload.fetch(self._shard, streams.gather)
-        return Work(gather.queue(streams.gather, streams.computed()), self._side.compute, self)
+        gathered = gather.queue(streams.gather, streams.computed())
+        self._comm.order.queued("all_gather", gathered)
+        return Work(gathered, self._side.compute, self)
 
     @cached_property
     def _bound(self) -> BoundCollective | BlockGather:

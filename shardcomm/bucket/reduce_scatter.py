@@ -125,4 +125,5 @@ class ReduceScatter:
         streams, reduce = self._side.streams, self._bound[1]
         scale, nonfinite = epilogue
         streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, adds, nonfinite)
+        self.comm.order.queued("reduce_scatter", streams.reduced)
         return Work(streams.reduced, self._side.compute, self, packed, into, nonfinite)

@@ -51,6 +51,7 @@ class SecondaryShard:
         sizes = [[n * b.full.itemsize for n in b.layout.parts(comm.size)] for b in buckets]
         self.memory = comm.allocate(sum(map(max, sizes)), dtype=torch.uint8, use="reduce")
         self.is_current = False
+        self._comm = comm
         self._streams = streams
         self._compute = None if on_host(comm.device) else streams.compute
         # For each bucket the part that is kept, and its place in the full buffer.
@@ -72,7 +73,9 @@ class SecondaryShard:
 
     def gather(self) -> list[Work]:
         """Queues the gathers that fill the full buffers from the ranks' secondary shards."""
-        return [
-            Work(gather.queue(self._streams.gather, self._streams.computed()), self._compute, self)
-            for gather in self._gathers
-        ]
+        works = []
+        for gather in self._gathers:
+            gathered = gather.queue(self._streams.gather, self._streams.computed())
+            self._comm.order.queued("all_gather", gathered)
+            works.append(Work(gathered, self._compute, self))
+        return works

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class OptimizerState:
             ValueError: A state that has not the shape of the rows belongs to a parameter whose rows ranks share, or
                 ranks have other numbers of groups.
         """
-        self._make_missing_state()
+        self._make_missing_state({param for param, _ in self._held() if param.requires_grad})
         groups = self._optimizer.param_groups
         return {
             "state": {
@@ -97,14 +97,16 @@ class OptimizerState:
             ValueError: `state_dict` is of other parameters, or groups them otherwise.
         """
         self._check_groups(state_dict["param_groups"])
+        given_state = state_dict["state"]
+        self._make_missing_state({p for p, _ in self._held() if self._names[p] in given_state})
         for param, of in self._held():
             name = self._names[param]
-            if name not in state_dict["state"]:
+            if name not in given_state:
                 self._optimizer.state.pop(param, None)
                 continue
             state = self._optimizer.state[param]
             current = _shown(of, state)
-            for key, value in state_dict["state"][name].items():
+            for key, value in given_state[name].items():
                 if isinstance(current.get(key), torch.Tensor):
                     check_value("load_state_dict", f"{key} of {name}", current[key], value)
                     load_value(current[key], value)
@@ -126,14 +128,12 @@ class OptimizerState:
                 if of is None or not of.part.elsewhere:
                     yield param, of
 
-    def _make_missing_state(self) -> None:
-        """Makes the state with which a parameter's first step begins, where there is none; parameters stay the same."""
+    def _make_missing_state(self, of: Set[nn.Parameter]) -> None:
+        """Makes the state with which the first step begins of those that have none; parameters stay the same."""
         probe = copy.copy(self._optimizer)
-        missing = {param for param, _ in self._held() if param.requires_grad}
-        missing = {param for param in missing if not self._optimizer.state.get(param)}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                if param not in missing:
+                if param not in of or self._optimizer.state.get(param):
                     continue
                 with plain():
                     zeros = torch.zeros_like(param)
@@ -143,7 +143,8 @@ class OptimizerState:
                 probe.param_groups = [{**group, "params": [stand_in]}]
                 probe.step()
                 if stand_in in probe.state:
-                    self._optimizer.state[param] = _at_its_start(probe.state[stand_in], group)
+                    state = self._optimizer.state[param] = probe.state[stand_in]
+                    _set_back(state, group, averages=isinstance(probe, _AVERAGING))
 
     def _check_groups(self, given: list[dict[str, Any]]) -> None:
         saved = [set(group["params"]) for group in given]
@@ -162,12 +163,18 @@ def _shown(of: ParamState | None, state: dict[str, Any]) -> dict[str, Any]:
     return state if of is None else of.shown(state)
 
 
-def _at_its_start(state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` after a step without a gradient, with the numbers that torch's optimizers have before the step."""
-    numbers: dict[str, Any] = {"step": 0, "mu": 1, "mu_product": 1, "eta": group.get("lr")}
+# The optimizers whose state has the averages' weights. Others may have something else by these names.
+_AVERAGING = torch.optim.ASGD, torch.optim.NAdam
+
+
+def _set_back(state: dict[str, Any], group: Mapping[str, Any], *, averages: bool) -> None:
+    """Gives the numbers in `state`, after a step without a gradient, the values that they have before that step."""
+    numbers: dict[str, Any] = {"step": 0}
+    if averages:
+        numbers |= {"mu": 1, "mu_product": 1, "eta": group["lr"]}
     for key in state.keys() & numbers.keys():
-        if isinstance(value := state[key], torch.Tensor):
-            value.fill_(numbers[key])
-        else:
+        value = state[key]
+        if isinstance(value, (int, float)):
             state[key] = type(value)(numbers[key])
-    return state
+        elif isinstance(value, torch.Tensor) and value.dim() == 0:
+            value.fill_(numbers[key])

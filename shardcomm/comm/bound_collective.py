@@ -97,8 +97,8 @@ class BoundCollective:
         for tensor, address, name in self._operands:
             if tensor.data_ptr() != address:
                 self._refuse(name)
-        if self._comm._queued:
-            self._comm._come_after_queued(self.operation)
+        if self._comm.order.last:
+            self._comm.order.come_after_queued(self.operation, self._comm.check)
         self._run()
 
     def start(self, stream: AnyStream) -> Work:
@@ -126,7 +126,7 @@ class BoundCollective:
                 self._refuse(name)
         event = self.queue(stream, None)
         keep_until(event, self._operands, self._storages)
-        self._comm._note(self.operation, event)
+        self._comm.order.queued(self.operation, event)
         return Work(event, self._compute)
 
     def _refuse(self, name: str) -> NoReturn:

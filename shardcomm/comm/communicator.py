@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, overload
 
@@ -25,8 +24,9 @@ import torch
 
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
+from shardcomm.comm.call_order import CallOrder
 from shardcomm.comm.operands import keep_memory_until
-from shardcomm.comm.pending import Channel, Pending, channel_of
+from shardcomm.comm.pending import Pending
 from shardcomm.comm.receipt import Receipt, Sharing
 from shardcomm.comm.words import (
     DEADLINE_S,
@@ -39,7 +39,7 @@ from shardcomm.comm.words import (
 )
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireStats
-from shardcomm.stream.streams import AnyEvent, AnyStream, Streams, computing, on_host
+from shardcomm.stream.streams import AnyStream, Streams, computing, on_host
 from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
@@ -122,9 +122,9 @@ class Communicator(ABC):
         return Counter()
 
     @cached_property
-    def _queued(self) -> dict[Channel, tuple[int, AnyEvent]]:
-        """On a CPU, of each channel the thread that has queued a collective last, and the end of that collective."""
-        return {}
+    def order(self) -> CallOrder:
+        """What is queued; callers of `BoundCollective.queue` tell it."""
+        return CallOrder(on_host(self.device))
 
     def _work(
         self, operation: str, stream: AnyStream | None, *tensors: torch.Tensor | None
@@ -134,28 +134,8 @@ class Communicator(ABC):
             return None
         event = stream.record()
         keep_memory_until(event, *tensors)
-        self._note(operation, event)
+        self.order.queued(operation, event)
         return Work(event, None if on_host(self.device) else computing(self.device))
-
-    def _note(self, operation: str, event: AnyEvent) -> None:
-        """Notes that `operation` has been queued, and ends at `event`."""
-        if on_host(self.device):  # a GPU's streams themselves keep what the host queues in order
-            self._queued[channel_of(operation)] = get_ident(), event
-
-    def _come_after_queued(self, operation: str) -> None:
-        """Waits for what this thread has queued on the channel of `operation`, which it is about to run.
-
-        Otherwise the two might run in the other order on another rank. If the queued one fails, this raises its error.
-        """
-        channel = channel_of(operation)
-        if channel not in self._queued:
-            return
-        thread, event = self._queued[channel]
-        ended = event.query()
-        if ended or thread == get_ident():  # the stream's own thread would wait for itself
-            self._queued.pop(channel, None)
-        if not ended and thread == get_ident():
-            event.wait()
 
     @abstractmethod
     def _name_tag(self, tag: int, name: str) -> None:

@@ -89,7 +89,7 @@ class CoreCommunicator(Communicator):
         stream: AnyStream | None = None,
     ) -> Any:
         usual = counts is None and type(tag) is int and tag == 0
-        usual = usual and stream is None and self._on_host and "gather" not in self._queued
+        usual = usual and stream is None and self._on_host and "gather" not in self.order.last
         if usual and _CALLS.all_gather(self._core, recv, send):
             return None
         recv = checked("all_gather", "recv", recv, self.device)
@@ -138,7 +138,7 @@ class CoreCommunicator(Communicator):
         usual = counts is None and nonfinite is None and accumulate is False
         usual = usual and type(tag) is int and tag == 0
         usual = usual and type(scale) is float and scale == 1.0 and stream is None
-        usual = usual and self._on_host and "reduce" not in self._queued
+        usual = usual and self._on_host and "reduce" not in self.order.last
         if usual and _CALLS.reduce_scatter(self._core, recv, send, red_op("reduce_scatter", op)):
             return None
         recv = checked("reduce_scatter", "recv", recv, self.device)
@@ -252,7 +252,7 @@ class CoreCommunicator(Communicator):
         stream: AnyStream | None = None,
     ) -> Any:
         usual = type(tag) is int and tag == 0 and stream is None
-        usual = usual and self._on_host and "reduce" not in self._queued
+        usual = usual and self._on_host and "reduce" not in self.order.last
         if usual and _CALLS.all_reduce(self._core, buffer, red_op("all_reduce", op)):
             return None
         buffer = checked("all_reduce", "buffer", buffer, self.device)
@@ -279,7 +279,7 @@ class CoreCommunicator(Communicator):
         self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
     ) -> Any:
         check_root("broadcast", root, self.size)
-        usual = stream is None and self._on_host and "gather" not in self._queued
+        usual = stream is None and self._on_host and "gather" not in self.order.last
         if usual and _CALLS.broadcast(self._core, buffer, root):
             return None
         buffer = checked("broadcast", "buffer", buffer, self.device)
@@ -364,7 +364,7 @@ class CoreCommunicator(Communicator):
         """Runs `call` on `stream` or, without one, on torch's current one, and returns that; on a CPU, here."""
         on = self._on(stream)
         if on is None:
-            self._come_after_queued(operation)
+            self.order.come_after_queued(operation, self.check)
             call()
         else:
             call.enqueue(on)

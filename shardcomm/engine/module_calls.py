@@ -104,7 +104,7 @@ class ModuleCalls(Hooks):
 class _CallOfCopy:
     """What `copy.copy(module)(...)` calls: it would be the forward of the original, and is refused.
 
-    A deep copy has whole parameters of its own, where it can be made, and calls what it would call without an engine.
+    A deep copy, which can be made of whole parameters alone, has parameters of its own, and gets torch's own call.
     """
 
     def __init__(self, unit: ShardedUnit, name: str) -> None:

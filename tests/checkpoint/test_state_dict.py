@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -401,7 +402,24 @@ def test_full_tensors_load_too(expected: dict[str, Any]) -> None:
     run_threads(body, 3)
 
 
-OPTIMIZERS = {
+class Momentum(torch.optim.Optimizer):
+    """Gradients and a momentum, which it calls `mu`; without a step count."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    mu = state.setdefault("mu", torch.zeros_like(param))
+                    mu.mul_(0.9).add_(param.grad)
+                    param.sub_(mu, alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
@@ -409,6 +427,7 @@ OPTIMIZERS = {
     "stateless": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
     "ASGD": lambda params: torch.optim.ASGD(params, lr=0.1, t0=1),
     "ours": lambda params: AdamW(params, lr=0.1),
+    "a number's name": Momentum,
 }
 
 
@@ -472,6 +491,28 @@ def test_a_save_before_the_first_step_changes_no_later_step(name: str) -> None:
 
     def body(comm: Communicator) -> None:
         assert_parts_equal(run(comm, saves=True), run(comm, saves=False))
+
+    run_threads(body, 2)
+
+
+@pytest.mark.covers("optimizer state", "optimizers")
+def test_a_load_into_an_optimizer_without_state_is_a_copy_that_is_checked() -> None:
+    def body(comm: Communicator) -> None:
+        model = make()
+        engine = fully_shard(model, comm)
+        first, second = adamw(model), adamw(model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        first.step()
+        given = engine.optimizer_state(first).state_dict()
+        kept = [{k: v.clone() for k, v in state.items()} for state in first.state.values()]
+        engine.optimizer_state(second).load_state_dict(given)
+        second.step()
+        for state, before in zip(first.state.values(), kept, strict=True):
+            assert_equal(state, before)
+        name, state = next(iter(given["state"].items()))
+        wrong = {name: {**state, "exp_avg": torch.zeros(7, 3)}}
+        with pytest.raises(ValueError, match=re.escape(f"exp_avg of {name} has shape (7, 3)")):
+            engine.optimizer_state(adamw(model)).load_state_dict({**given, "state": wrong})
 
     run_threads(body, 2)
 

@@ -331,6 +331,36 @@ def test_a_closed_model_computes_only_where_each_rank_has_all_of_it(strategy: st
     run_threads(body, 2)
 
 
+def test_a_model_may_call_collectives_of_the_engines_communicator() -> None:
+    """While the next unit's gather is under way, and its gradients' reduces."""
+
+    class Calling(nn.Module):
+        def __init__(self, comm: Communicator) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+            self.comm = comm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                x.register_hook(self.count)
+                self.comm.broadcast(torch.ones(3))
+            return x
+
+        def count(self, _grad: torch.Tensor) -> None:
+            ranks = torch.ones(3)
+            self.comm.all_reduce(ranks)
+            assert ranks.eq(self.comm.size).all()
+
+    def body(comm: Communicator) -> None:
+        model = Calling(comm)
+        fully_shard(model, comm, units=[nn.Linear])
+        for _ in range(20):
+            model(torch.ones(4, 256)).sum().backward()
+
+    run_threads(body, 2)
+
+
 def test_sharding_twice_is_refused() -> None:
     comm = Communicator.local_group(1)[0]
     model = make()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -91,6 +92,44 @@ def test_a_blocking_call_comes_after_what_a_bucket_has_begun() -> None:
             assert work.is_completed()
 
     run_threads(body, 2)
+
+
+def test_a_blocking_call_raises_what_kept_the_queued_one_from_running() -> None:
+    [comm] = Communicator.local_group(1)
+    for name, call in collectives(comm).items():
+        stream, failed = Stream(), ZeroDivisionError(name)
+
+        def fail(error: Exception = failed) -> None:
+            raise error
+
+        stream.enqueue(fail)
+        call(stream)
+        with pytest.raises(ZeroDivisionError, match=name):
+            call(None)
+        call(None)  # told once
+
+
+def test_a_forked_process_is_told_of_the_fork_whatever_was_queued() -> None:
+    [comm] = Communicator.local_group(1)
+    call, stream, shut = collectives(comm)["all_gather"], Stream(), threading.Event()
+    stream.enqueue(shut.wait)
+    work = call(stream)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call(None)
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    shut.set()
+    with os.fdopen(reader) as told:
+        assert told.read().startswith("CommError: this process was forked")
+    os.waitpid(pid, 0)
+    assert work is not None
+    work.wait(30)
 
 
 def test_a_streams_own_call_does_not_wait_for_what_is_behind_it() -> None:
