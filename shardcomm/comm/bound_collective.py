@@ -67,7 +67,9 @@ class BoundCollective:
         ```
     """
 
-    __slots__ = ("_comm", "_compute", "_operands", "_run", "_storages", "operation", "queue")
+    __slots__ = (
+        "_comm", "_compute", "_operands", "_queued", "_run", "_storages", "operation", "queue",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,6 +83,9 @@ class BoundCollective:
         self.queue = queue
         self._run = run
         self._comm = comm
+        self._queued = (
+            comm.order.last
+        )  # looked at in each call, which takes less than a microsecond
         self._compute = None if on_host(comm.device) else computing(comm.device)
         given = {name: tensor for name, tensor in operands.items() if tensor is not None}
         self._operands = [(tensor, tensor.data_ptr(), name) for name, tensor in given.items()]
@@ -97,7 +102,7 @@ class BoundCollective:
         for tensor, address, name in self._operands:
             if tensor.data_ptr() != address:
                 self._refuse(name)
-        if self._comm.order.last:
+        if self._queued:
             self._comm.order.come_after_queued(self.operation, self._comm.check)
         self._run()
 
