@@ -15,7 +15,7 @@ class CallOrder:
     A queued collective runs on its stream's thread there, and a blocking one on the caller's: on another rank the two
     might run in the other order. So a blocking one first waits for the last one that its thread has queued on the same
     channel. A thread that has queued nothing waits for nothing, since the stream's own thread would wait for itself. On
-    a GPU, collectives of both kinds are launched when they are called, and nothing needs to wait.
+    a GPU the transports put what is called later behind its channel's earlier collectives, whatever their streams.
 
     Args:
         on_host: Whether tensors are on a CPU.

@@ -9,7 +9,6 @@ Communicator may be given as the group. Its `allocate` gives the memory in which
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import check_movable, resolved
 from shardcomm.comm.words import ReduceOp
-from shardcomm.stream.streams import AnyEvent, AnyStream, Streams
+from shardcomm.stream.streams import AnyStream
 from shardcomm.stream.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
@@ -94,9 +93,8 @@ def all_gather_into_tensor(
     recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
     if recv.dtype == send.dtype:  # else they are converted on the way
         recv, send = movable(recv), movable(send)
-    work = _queues(comm).gathers.begin(
-        lambda stream: comm.all_gather(recv, send, stream=stream), async_op
-    )
+    stream = _after_compute(comm, comm.streams.gather) if async_op else None
+    work = comm.all_gather(recv, send, stream=stream)
     _tell_autograd(output_tensor)
     return work
 
@@ -165,9 +163,8 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
     recv, send = _detached("reduce_scatter_tensor", output, input)
-    work = _queues(comm).reduces.begin(
-        lambda stream: comm.reduce_scatter(recv, send, OPS[op], stream=stream), async_op
-    )
+    stream = _after_compute(comm, comm.streams.reduce) if async_op else None
+    work = comm.reduce_scatter(recv, send, OPS[op], stream=stream)
     _tell_autograd(output)
     return work
 
@@ -192,33 +189,10 @@ def _tell_autograd(output: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(output)
 
 
-class _Queue:
-    """The collectives of one channel, in order: asynchronous ones on a stream, the others where torch computes."""
-
-    def __init__(self, streams: Streams, stream: AnyStream) -> None:
-        self._streams = streams
-        self._stream = stream
-        self._last: AnyEvent | None = None
-
-    def begin(
-        self, collective: Callable[[AnyStream | None], Work | None], async_op: bool
-    ) -> Work | None:
-        if async_op:
-            self._streams.after_compute(self._stream)
-            work = collective(self._stream)  # the communicator keeps the tensors
-            self._last = None if work is None else work.event
-            return work
-        if self._last is not None:
-            self._streams.compute().wait(self._last)
-        return collective(None)
-
-
-class _Queues:
-    """The queues of one communicator."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.gathers = _Queue(streams, streams.gather)
-        self.reduces = _Queue(streams, streams.reduce)
+def _after_compute(comm: Communicator, stream: AnyStream) -> AnyStream:
+    """`stream`, which waits for what was computed so far: for the operands of an asynchronous collective."""
+    comm.streams.after_compute(stream)
+    return stream
 
 
 def _communicator(operation: str, group: Group) -> Communicator:
@@ -240,12 +214,5 @@ def _communicator(operation: str, group: Group) -> Communicator:
     return _communicators[group]
 
 
-def _queues(comm: Communicator) -> _Queues:
-    if comm not in _queues_of:
-        _queues_of[comm] = _Queues(comm.streams)
-    return _queues_of[comm]
-
-
 # An entry lives as long as torch keeps the group. A communicator that a caller passes is the caller's to close.
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
-_queues_of: WeakKeyDictionary[Communicator, _Queues] = WeakKeyDictionary()
