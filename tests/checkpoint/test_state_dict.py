@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
-import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import Shard
 
-from shardcomm import STRATEGIES, AdamW, Communicator, Engine, RowBlock, fully_shard, launch
-from shardcomm.parameter.shard_tensor import ShardTensor
+from shardcomm import STRATEGIES, Communicator, Engine, RowBlock, fully_shard, launch
 from support.generator import seeded
-from support.nets import batch, loss_of, reference
+from support.nets import batch, loss_of
 from support.rank_sums import combined
+from support.saved_nets import (
+    SAVED_BY,
+    STEPS,
+    OptimizerOf,
+    Tied,
+    adamw,
+    assert_equal,
+    load_here,
+    make,
+    trained,
+)
 from support.thread_ranks import run_threads
 from support.twins import local
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SAVED_BY = 4
-STEPS = 3
 TRAINED: dict[str, dict[str, Any]] = {
     "rows": {},
     "elements": {"granularity": "element", "strategy": "shard_grad_op"},
@@ -49,90 +54,14 @@ LOADED: dict[str, dict[str, Any]] = {
 OPTIONS = {**TRAINED, **LOADED}
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.randn(2, 3, 5) / 4)
-        self.shift = nn.Parameter(torch.randn(3))  # fewer rows than ranks
-        self.wide = nn.Linear(5, 5, bias=False)
-        self.register_buffer("scale", torch.rand(5))
-        self.history = ["made"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.einsum("...c,arc->...ar", x, self.mix) + self.shift
-        return x + torch.relu(self.wide(x)) * self.scale + y.mean((-2, -1)).unsqueeze(-1)
-
-    def get_extra_state(self) -> object:
-        return self.history
-
-    def set_extra_state(self, state: object) -> None:
-        self.history = list(state)  # type: ignore[call-overload]
-
-
-class Tied(nn.Module):
-    """With tied weights, a frozen parameter, a buffer, extra state, and shapes that no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 5)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.layers[1].wide.requires_grad_(False)
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def make(seed: int = 0) -> Tied:
-    with seeded(seed):
-        return Tied()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With two groups of parameters."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    groups = [
-        {"params": [p for n, p in named if "wide" not in n], "lr": 0.05},
-        {"params": [p for n, p in named if "wide" in n], "lr": 0.02, "weight_decay": 0.3},
-    ]
-    return torch.optim.AdamW(groups, foreach=False)
-
-
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     """Its state has other shapes than the parameters."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     return torch.optim.Adafactor(trainable, lr=0.05)
 
 
-OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
-
-
 def state_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": engine, "optim": engine.optimizer_state(optimizer)}
-
-
-def trained(optimizer_of: OptimizerOf = adamw) -> tuple[Tied, torch.optim.Optimizer]:
-    """What SAVED_BY ranks must arrive at."""
-    optimizers = []
-
-    def keep(model: nn.Module) -> torch.optim.Optimizer:
-        optimizers.append(optimizer_of(model))
-        return optimizers[0]
-
-    model = reference(make(), SAVED_BY, STEPS, optimizer_of=keep)  # type: ignore[arg-type]
-    for layer in model.layers:
-        layer.history = ["trained"]
-    return model, optimizers[0]
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    model, optim = get_state_dict(*trained())
-    return {"model": model, "optim": optim}
 
 
 def save(directory: str) -> None:
@@ -177,35 +106,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     launch(save, SAVED_BY, (str(directory),), timeout_s=120)
     return directory
-
-
-# For a rank that wants less than a checkpoint has, DCP's planner lets the process flatten state dicts as torch 2.3 did
-# for a moment. Another thread's planner would then ask for "optim.param_groups", which no checkpoint has.
-_one_planner = threading.Lock()
-
-
-def load_here(state: dict[str, Any], checkpoint: Path) -> None:
-    """Without a process group: every rank of threads reads its own part."""
-    with _one_planner:
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-
-
-def assert_equal(state: Any, wanted: Any, path: str = "") -> None:
-    """All values, and for a ShardTensor those of its rectangles."""
-    if isinstance(wanted, dict):
-        assert state.keys() == wanted.keys(), path
-        for key in wanted:
-            assert_equal(state[key], wanted[key], f"{path}.{key}")
-    elif isinstance(wanted, list) and path.endswith("groups"):
-        for i, (group, wanted_group) in enumerate(zip(state, wanted, strict=True)):
-            assert_equal(group, wanted_group, f"{path}.{i}")
-    elif isinstance(state, ShardTensor):
-        for rectangle, part in zip(state.rectangles, state.parts, strict=True):
-            assert torch.equal(part, wanted[rectangle.slices]), f"{path}: {state}"
-    elif isinstance(wanted, torch.Tensor):
-        assert torch.equal(state, wanted), path
-    else:
-        assert state == wanted, path
 
 
 def load_into_engine(
@@ -402,160 +302,6 @@ def test_full_tensors_load_too(expected: dict[str, Any]) -> None:
     run_threads(body, 3)
 
 
-class Momentum(torch.optim.Optimizer):
-    """Gradients and a momentum, which it calls `mu`; without a step count."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    mu = state.setdefault("mu", torch.zeros_like(param))
-                    mu.mul_(0.9).add_(param.grad)
-                    param.sub_(mu, alpha=group["lr"])
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
-    "amsgrad": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), amsgrad=True),
-    "stateless": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
-    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.1, t0=1),
-    "ours": lambda params: AdamW(params, lr=0.1),
-    "a number's name": Momentum,
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_asking_for_an_optimizers_state_changes_no_parameter(name: str) -> None:
-    comm = Communicator.local_group(1)[0]
-    model = make()
-    with torch.no_grad():
-        model.layers[0].shift.fill_(-0.0)
-        model.layers[1].shift.fill_(torch.inf)
-    engine = fully_shard(model, comm)
-    before = engine.full_state_dict()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    state = engine.optimizer_state(optimizer).state_dict()
-    assert_equal(engine.full_state_dict(), before)
-    assert torch.signbit(model.layers[0].shift).all()
-    assert all(param.grad is None for param in model.parameters())
-    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert name == "stateless" or trainable <= state["state"].keys()
-
-
-@pytest.mark.covers("optimizer state", "optimizers")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_goes_on_where_it_was(name: str) -> None:
-    def run(comm: Communicator, steps: int, state: Any = None) -> tuple[Any, dict[str, Any]]:
-        model = make()
-        engine = fully_shard(model, comm)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        saved = engine.optimizer_state(optimizer)
-        first = 0
-        if state is not None:
-            engine.load_state_dict(state[0])
-            saved.load_state_dict(state[1])
-            first = STEPS - steps
-        for step in range(first, first + steps):
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return copy.deepcopy((engine.full_state_dict(), saved.state_dict()))
-
-    def body(comm: Communicator) -> None:
-        assert_parts_equal(run(comm, STEPS), run(comm, 1, run(comm, STEPS - 1)))
-
-    run_threads(body, 2)
-
-
-@pytest.mark.covers("optimizer state", "optimizers")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_save_before_the_first_step_changes_no_later_step(name: str) -> None:
-    def run(comm: Communicator, *, saves: bool) -> dict[str, Any]:
-        model = make()
-        engine = fully_shard(model, comm)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        if saves:
-            engine.optimizer_state(optimizer).state_dict()
-        for step in range(STEPS):
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return engine.full_state_dict()
-
-    def body(comm: Communicator) -> None:
-        assert_parts_equal(run(comm, saves=True), run(comm, saves=False))
-
-    run_threads(body, 2)
-
-
-@pytest.mark.covers("optimizer state", "optimizers")
-def test_a_load_into_an_optimizer_without_state_is_a_copy_that_is_checked() -> None:
-    def body(comm: Communicator) -> None:
-        model = make()
-        engine = fully_shard(model, comm)
-        first, second = adamw(model), adamw(model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        first.step()
-        given = engine.optimizer_state(first).state_dict()
-        kept = [{k: v.clone() for k, v in state.items()} for state in first.state.values()]
-        engine.optimizer_state(second).load_state_dict(given)
-        second.step()
-        for state, before in zip(first.state.values(), kept, strict=True):
-            assert_equal(state, before)
-        name, state = next(iter(given["state"].items()))
-        wrong = {name: {**state, "exp_avg": torch.zeros(7, 3)}}
-        with pytest.raises(ValueError, match=re.escape(f"exp_avg of {name} has shape (7, 3)")):
-            engine.optimizer_state(adamw(model)).load_state_dict({**given, "state": wrong})
-
-    run_threads(body, 2)
-
-
-@pytest.mark.covers("optimizer state", "frozen and tied parameters")
-def test_state_is_loaded_where_some_parameters_have_stepped_and_others_have_not(
-    expected: dict[str, Any], tmp_path: Path
-) -> None:
-    model, optimizer = trained()
-    dcp.save({"optim": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
-
-    def body(comm: Communicator) -> None:
-        model = make(seed=1)
-        engine = fully_shard(model, comm)
-        optimizer = adamw(model)
-        last = model.layers[1].requires_grad_(False)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        optimizer.step()
-        last.requires_grad_(True)
-        state = {"optim": engine.optimizer_state(optimizer)}
-        load_here(state, tmp_path)
-        assert_equal(state["optim"].state_dict(), expected["optim"])
-
-    run_threads(body, 2)
-
-
-def test_sgds_dampened_momentum_begins_at_zeros_once_it_was_saved() -> None:
-    [comm] = Communicator.local_group(1)
-
-    def first_step(*, saves: bool) -> torch.Tensor:
-        model = make()
-        engine = fully_shard(model, comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-        if saves:
-            engine.optimizer_state(optimizer).state_dict()
-        before = engine.full_state_dict()["layers.0.mix"]
-        loss_of(model, batch(0, 0)).backward()
-        optimizer.step()
-        return engine.full_state_dict()["layers.0.mix"] - before
-
-    torch.testing.assert_close(first_step(saves=True), 0.5 * first_step(saves=False))
-
-
 def write_safetensors(directory: str, granularity: Any) -> dict[str, Any]:
     """One rank: what DCP's writer for Hugging Face gets of an engine whose parameters are not tied."""
     dist.init_process_group("gloo")
@@ -577,54 +323,6 @@ def test_dcps_writer_for_hugging_face_writes_one_file(granularity: str, tmp_path
     [expected, _] = launch(write_safetensors, 2, (str(tmp_path), granularity), timeout_s=60)
     [written] = tmp_path.glob("*.safetensors")
     assert_equal(safetensors.load_file(written), expected)
-
-
-def test_no_state_is_loaded_of_what_is_frozen(expected: dict[str, Any], tmp_path: Path) -> None:
-    model, optimizer = trained()
-    dcp.save({"optim": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
-    [comm] = Communicator.local_group(1)
-    model = make(seed=1)
-    engine = fully_shard(model, comm)
-    optimizer = adamw(model)
-    model.layers[1].requires_grad_(False)
-    state = {"optim": engine.optimizer_state(optimizer)}
-    load_here(state, tmp_path)
-    model.layers[1].requires_grad_(True)
-    frozen = {name for name in expected["optim"]["state"] if name.startswith("layers.1.")}
-    loaded = state["optim"].state_dict()["state"]
-    assert frozen
-    for name, wanted in expected["optim"]["state"].items():
-        assert bool(loaded[name]["exp_avg"].any()) is (
-            name not in frozen and bool(wanted["exp_avg"].any())
-        )
-
-
-def assert_parts_equal(a: Any, b: Any) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        a, b = list(a.values()), list(b.values())
-    if isinstance(a, ShardTensor):
-        a, b = a.parts, b.parts
-    if isinstance(a, list | tuple):
-        for x, y in zip(a, b, strict=True):
-            assert_parts_equal(x, y)
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def test_what_an_optimizer_state_refuses(expected: dict[str, Any]) -> None:
-    def body(comm: Communicator) -> None:
-        model = make()
-        engine = fully_shard(model, comm)
-        with pytest.raises(ValueError, match=r"group 0 of the optimizer has a parameter of shape"):
-            engine.optimizer_state(adamw(make()))
-        one_group = engine.optimizer_state(torch.optim.AdamW(model.parameters()))
-        with pytest.raises(
-            ValueError, match=r"of 2 parameter groups with \d+ parameters, the opti"
-        ):
-            one_group.load_state_dict(expected["optim"])
-
-    run_threads(body, 2)
 
 
 class Deep(nn.Sequential):
@@ -654,17 +352,3 @@ def test_full_state_on_one_rank_holds_one_unit_besides() -> None:
     assert (names, nothing) == (8, 0)
     assert first < (8 + 3) * unit
     assert second < 3 * unit
-
-
-@pytest.mark.parametrize("width", [1, 5])
-def test_means_over_some_rows_are_no_state_to_save(width: int) -> None:
-    def body(comm: Communicator) -> None:
-        model = nn.Linear(width, 64, bias=False)
-        engine = fully_shard(model, comm)
-        state = engine.optimizer_state(torch.optim.Adafactor(model.parameters()))
-        with pytest.raises(
-            ValueError, match=r"has shape .*rows \(32, .*with granularity=\"tensor\""
-        ):
-            state.state_dict()
-
-    run_threads(body, 2)
