@@ -18,6 +18,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from support.forking import start_servers_by_forks
+from support.shared_names import shared_names
 
 # Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -166,10 +167,10 @@ def nothing_is_left_in_shared_memory() -> Iterator[None]:
     """Other processes, such as other tests, have names of their own there: theirs go away."""
     from support.gates import until  # which loads torch
 
-    before = set(os.listdir("/dev/shm"))
+    before = shared_names()
     yield
-    new = set(os.listdir("/dev/shm")) - before
-    until(lambda: new.isdisjoint(os.listdir("/dev/shm")), f"these are gone: {sorted(new)}")
+    new = shared_names() - before
+    until(lambda: new.isdisjoint(shared_names()), f"these are gone: {sorted(new)}")
 
 
 @pytest.fixture

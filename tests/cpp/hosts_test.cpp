@@ -33,12 +33,33 @@ std::uint64_t mix(std::uint64_t x) {
   return x ^ x >> 31;
 }
 
-// What rank r has at i: sums of these are rounded otherwise in another order.
+// Around what goes with the first message, and around a chunk of some of these shapes.
+const std::vector<std::int64_t> kCounts{0, 1, 7, 250, 256, 1000, 65537, 300001};
+constexpr std::int64_t kMostRanks = 8;
+
+// Where what rank r has begins in `drawn`.
+std::int64_t place(std::uint64_t key, int r) {
+  return static_cast<std::int64_t>(mix(key + static_cast<std::uint64_t>(r) * 1'000'003) % 100'000);
+}
+
+// Drawn once, and copied from here: a sanitizer looks once at a copy, and else at each element.
+// Sums of these are rounded otherwise in another order.
+const std::vector<float>& drawn() {
+  static const std::vector<float> all = [] {
+    std::vector<float> made(static_cast<std::size_t>(kMostRanks * kCounts.back() + 100'000));
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      const std::uint64_t bits = mix(i);
+      const float mantissa = static_cast<float>(bits & 0xffff) / 65536.0f - 0.5f;
+      made[i] = std::ldexp(mantissa, static_cast<int>(bits >> 60));
+    }
+    return made;
+  }();
+  return all;
+}
+
+// What rank r has at i.
 float value(std::uint64_t key, int r, std::int64_t i) {
-  const std::uint64_t bits =
-      mix(key + static_cast<std::uint64_t>(r) * 1'000'003 + static_cast<std::uint64_t>(i) * 7919);
-  const float mantissa = static_cast<float>(bits & 0xffff) / 65536.0f - 0.5f;
-  return std::ldexp(mantissa, static_cast<int>(bits >> 60));
+  return drawn()[static_cast<std::size_t>(place(key, r) + i)];
 }
 
 float tree(int first, int count, const std::function<float(int)>& at) {
@@ -97,16 +118,15 @@ void on_hosts(int hosts, int local, const Body& body, double deadline_s = ranks:
 }
 
 std::vector<float> values(std::uint64_t key, int rank, std::int64_t count) {
-  std::vector<float> all(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) all[static_cast<std::size_t>(i)] = value(key, rank, i);
-  return all;
+  const auto first = drawn().begin() + place(key, rank);
+  return {first, first + count};
 }
 
 Parts uneven(std::uint64_t key, int size, std::int64_t most) {
   std::vector<std::int64_t> counts;
   for (int r = 0; r < size; ++r) {
-    const std::uint64_t drawn = mix(key * 31 + static_cast<std::uint64_t>(r));
-    counts.push_back(drawn % 4 == 0 ? 0 : static_cast<std::int64_t>(drawn >> 8) % (most + 1));
+    const std::uint64_t bits = mix(key * 31 + static_cast<std::uint64_t>(r));
+    counts.push_back(bits % 4 == 0 ? 0 : static_cast<std::int64_t>(bits >> 8) % (most + 1));
   }
   return Parts(counts);
 }
@@ -205,9 +225,6 @@ void broadcasts(Communicator& comm, std::uint64_t key, std::int64_t count) {
     require(buffer == values(key, root, count), "what the root had");
   }
 }
-
-// Around what goes with the first message, and around a chunk of some of these shapes.
-const std::vector<std::int64_t> kCounts{0, 1, 7, 250, 256, 1000, 65537, 300001};
 
 void everything(int hosts, int local, std::uint64_t key) {
   const bool is_tree = (local & (local - 1)) == 0;

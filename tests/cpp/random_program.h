@@ -21,13 +21,8 @@ constexpr std::int64_t kChunk = 1024 * 1024;
 constexpr std::size_t kArena = 5 * 4 * kChunk;
 
 // No chunk looks like another, and no rank's bytes like another's.
-inline unsigned char byte_of(int key, std::int64_t i) {
-  return static_cast<unsigned char>(i * 131 + (i >> 8) * 17 + (i >> 16) * 29 + key * 71);
-}
 inline Bytes bytes_of(int key, std::int64_t count) {
-  Bytes made(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) made[static_cast<std::size_t>(i)] = byte_of(key, i);
-  return made;
+  return message(static_cast<std::uint64_t>(key), static_cast<std::size_t>(count));
 }
 
 // What all ranks draw alike, and one rank's memory.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardcomm import CommError, launch
 from support.gates import until
 from support.interpreters import run_ranks
+from support.shared_names import shared_names
 
 OURS = "shardcomm"
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -60,7 +61,7 @@ def held_things() -> dict[str, int]:
         "threads": threads,
         "files": files,
         "maps": len(maps),
-        "shm": len(os.listdir("/dev/shm")),
+        "shm": len(shared_names()),
     }
 
 

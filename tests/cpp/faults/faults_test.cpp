@@ -129,11 +129,15 @@ void run_all(const std::vector<Series>& all, bool full, Tally* tallies) {
   }
 }
 
+// But for the semaphores that any Python program of the machine may make meanwhile.
 std::set<std::string> shared_memory_names() {
   std::set<std::string> names;
   DIR* all = opendir("/dev/shm");
   if (all == nullptr) return names;
-  while (const dirent* entry = readdir(all)) names.insert(entry->d_name);
+  while (const dirent* entry = readdir(all)) {
+    const std::string name = entry->d_name;
+    if (name.rfind("sem.mp-", 0) != 0) names.insert(name);
+  }
   closedir(all);
   return names;
 }
