@@ -1,10 +1,10 @@
 // Block formats, in C.
 #include "copy/blocks.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "abi/arguments.h"
@@ -31,17 +31,21 @@ static_assert(sizeof(shc_block_stats) == sizeof(BlockStats) &&
               offsetof(shc_block_stats, seen) == offsetof(BlockStats, seen_bits) &&
               offsetof(shc_block_stats, flagged) == offsetof(BlockStats, flagged));
 
-// The segments of `given`, checked and in the order of the wire.
+// The segments of `given`, whose pointers are called `pointer`, checked and in the order of the
+// wire.
 template <class Segment, class Given>
 std::vector<Segment> segments_of(const BlockFormat& format, const Given* given, std::size_t count,
-                                 std::int64_t wire_bytes) {
+                                 const char* pointer, std::int64_t wire_bytes) {
   if (count > 0) required(given, "segments");
   std::vector<Segment> all;
   all.reserve(count);
-  std::transform(given, given + count, std::back_inserter(all), [](const Given& each) {
-    const auto [at, elements, first_block] = each;
-    return Segment{at, elements, first_block};
-  });
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto [at, elements, first_block] = given[i];
+    if (at == nullptr && elements > 0) {
+      throw std::invalid_argument("segments[" + std::to_string(i) + "]." + pointer + " is NULL");
+    }
+    all.push_back(Segment{at, elements, first_block});
+  }
   return shardcomm::sorted(format, all, shardcomm::wire_blocks(format, wire_bytes));
 }
 
@@ -63,7 +67,8 @@ shc_status shc_encode(const shc_block_format* format, const shc_encoded_segment*
     shardcomm::check_wire(how, wire, wire_bytes, type);
     shardcomm::check_threads(threads);
     check_device(device);
-    const auto from = segments_of<shardcomm::EncodedSegment>(how, segments, count, wire_bytes);
+    const auto from =
+        segments_of<shardcomm::EncodedSegment>(how, segments, count, "src", wire_bytes);
     auto* tally = reinterpret_cast<BlockStats*>(stats);
     shardcomm::abi::run_on(stream, device, [=](shardcomm::NativeStream native) {
       if (device == shardcomm::abi::kHost) {
@@ -85,7 +90,7 @@ shc_status shc_decode(const shc_block_format* format, const void* wire, int64_t 
     shardcomm::check_wire(how, wire, wire_bytes, type);
     shardcomm::check_threads(threads);
     check_device(device);
-    const auto to = segments_of<shardcomm::DecodedSegment>(how, segments, count, wire_bytes);
+    const auto to = segments_of<shardcomm::DecodedSegment>(how, segments, count, "dst", wire_bytes);
     shardcomm::abi::run_on(stream, device, [=](shardcomm::NativeStream native) {
       if (device == shardcomm::abi::kHost) {
         shardcomm::decode_cpu(how, wire, wire_bytes, to, type, threads);

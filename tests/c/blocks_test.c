@@ -85,9 +85,15 @@ static void refuse(void) {
           SHC_INVALID_ARGUMENT, "threads is 0");
   refused(shc_encode(&format, twice, 1, SHC_F32, wires, kWireBytes, 0, NULL, 1, -2, NULL),
           SHC_INVALID_ARGUMENT, "device is -2");
+  const shc_encoded_segment nowhere[2] = {{numbers, 64, 0}, {NULL, 64, 1}};
+  refused(shc_encode(&format, nowhere, 2, SHC_F32, wires, kWireBytes, 0, NULL, 1, SHC_HOST, NULL),
+          SHC_INVALID_ARGUMENT, "segments[1].src is NULL");
   const shc_decoded_segment outside = {numbers, 200, 3};
   refused(shc_decode(&format, wires, kWireBytes, &outside, 1, SHC_F32, 1, SHC_HOST, NULL),
           SHC_INVALID_ARGUMENT, "segments[0] has 200 elements from block 3 on");
+  const shc_decoded_segment to_nowhere = {NULL, 64, 0};
+  refused(shc_decode(&format, wires, kWireBytes, &to_nowhere, 1, SHC_F32, 1, SHC_HOST, NULL),
+          SHC_INVALID_ARGUMENT, "segments[0].dst is NULL");
   refused(shc_decode_sum(&format, wires, 0, numbers, 9, SHC_F32, NULL, 1, SHC_HOST, NULL),
           SHC_INVALID_ARGUMENT, "parts is 0");
   refused(shc_decode_sum(&format, NULL, 1, numbers, 9, SHC_F32, NULL, 1, SHC_HOST, NULL),
