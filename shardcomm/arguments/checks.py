@@ -51,19 +51,37 @@ def check_flag(operation: str, name: str, value: object) -> None:
 def check_has_memory(name: str, tensor: torch.Tensor) -> None:
     """ValueError if `tensor` is of memory that was freed, as full parameters often are between their uses, or of none.
 
-    Of none are DTensors, for instance, which hold another tensor.
+    Of none are DTensors, for instance, which hold another tensor, and what torch shows inside of `torch.vmap`.
     """
     # Torch adds the offset of a view even then.
     offset = tensor.storage_offset() * tensor.element_size()
-    if tensor.data_ptr() != offset or tensor.numel() == 0:
-        return
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        reason = "its storage was freed, as untyped_storage().resize_(0) does"
-    else:
-        reason = (
-            f"it is a {type(tensor).__name__}; give a plain tensor, such as DTensor's to_local()"
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:  # torch's words are for authors of kernels
+        raise ValueError(f"{name} has no memory of its own: {_without_memory(tensor)}") from error
+    if address == offset and tensor.numel() > 0:
+        raise ValueError(f"{name} has no memory of its own: {_without_memory(tensor)}")
+
+
+def _without_memory(tensor: torch.Tensor) -> str:
+    """What a tensor without memory is, and what to give."""
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return (
+            "it stands for other tensors inside of torch.vmap, or a transform of torch.func; give a tensor outside of "
+            "these"
         )
-    raise ValueError(f"{name} has no memory of its own: {reason}")
+    kind = type(tensor).__name__
+    if kind in ("FakeTensor", "FunctionalTensor"):
+        return (
+            "it has no values while torch.export or make_fx traces, and what is called with it is not traced; leave "
+            "the call out of what is traced"
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"it is a {kind}; give a plain tensor, such as DTensor's to_local()"
+    if tensor._is_zerotensor():
+        return "it is zeros that autograd has not written out; give its clone()"
+    return "its storage was freed, as untyped_storage().resize_(0) does"
 
 
 def check_seconds(operation: str, name: str, seconds: object) -> None:

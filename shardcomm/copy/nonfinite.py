@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from shardcomm.arguments.checks import check_has_memory
+
 
 def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device) -> int:
     """The address of `flag`; 0 for None.
 
     Raises:
         TypeError: `flag` is no tensor.
-        ValueError: `flag` is not one int32 element on `device`.
+        ValueError: `flag` is not one int32 element on `device`, or has no memory.
     """
     if flag is None:
         return 0
@@ -23,6 +25,7 @@ def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device
             f"{operation}: nonfinite is {flag.numel()} elements of {flag.dtype} on {flag.device}; it must be one of "
             f"torch.int32 on {device}"
         )
+    check_has_memory(f"{operation}: nonfinite", flag)
     return flag.data_ptr()
 
 

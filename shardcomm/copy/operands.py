@@ -81,7 +81,10 @@ def pointers_of(
             and tensor.is_contiguous()
             and tensor.numel() * items >= extent
         ):
-            address = tensor.data_ptr()
+            try:
+                address = tensor.data_ptr()
+            except RuntimeError:  # it stands for others, as inside of torch.vmap
+                address = 0
             if address < LEAST_ADDRESS:
                 check_has_memory(f"{role}[{len(addresses)}]", tensor)
             addresses.append(address)

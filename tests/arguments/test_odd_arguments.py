@@ -36,6 +36,8 @@ META = torch.zeros(4, device="meta")
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 FREED, FREED_VIEW = torch.zeros(8).chunk(2)
 FREED.untyped_storage().resize_(0)  # as full parameters are between their uses
+FREED_FLAG = torch.zeros(1, dtype=torch.int32)
+FREED_FLAG.untyped_storage().resize_(0)
 LAYOUT = Layout.plan([ParamSpec("w", (4,))], 1)
 PLAN = CopyPlan.pack([4], [0], F32, F32)
 ENGINE = fully_shard(nn.Linear(2, 2), COMM)
@@ -144,6 +146,58 @@ def test_tensors_that_hold_others() -> None:
         check(door, "has no memory of its own: it is a TwoTensor; give a plain tensor, such as")
 
 
+def one_of_a_batch(call: Callable[[torch.Tensor], object]) -> object:
+    return torch.vmap(lambda x: (call(x), x)[1])(torch.ones(3, 4))
+
+
+def of_a_derivative(call: Callable[[torch.Tensor], object]) -> object:
+    return torch.func.grad(lambda x: (call(x), x.sum())[1])(torch.ones(4))
+
+
+def functional(call: Callable[[torch.Tensor], object]) -> object:
+    return torch.func.functionalize(lambda x: (call(x * 1), x)[1])(torch.ones(4))
+
+
+def exported(call: Callable[[torch.Tensor], object]) -> object:
+    class Caller(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            call(x)
+            return x
+
+    return torch.export.export(Caller(), (torch.ones(4),), strict=False)
+
+
+def of_zeros(call: Callable[[torch.Tensor], object]) -> object:
+    return call(torch._efficientzerotensor(4))
+
+
+@pytest.mark.parametrize(
+    ("within", "reason"),
+    [
+        (one_of_a_batch, "it stands for other tensors inside of torch.vmap"),
+        (of_a_derivative, "it stands for other tensors inside of torch.vmap"),
+        (functional, "it stands for other tensors inside of torch.vmap"),
+        (exported, "it has no values while torch.export or make_fx traces"),
+        (of_zeros, "it is zeros that autograd has not written out"),
+    ],
+)
+def test_tensors_of_torchs_transforms(within: Callable[..., object], reason: str) -> None:
+    # Made here: inside of a transform they would be its own.
+    bucket, recv = Bucket(LAYOUT, COMM), torch.zeros(4)
+    calls: list[Callable[[torch.Tensor], object]] = [
+        COMM.all_reduce,
+        lambda x: COMM.all_gather(recv, x),
+        COMM.bind_all_reduce,
+        lambda x: shardcomm.all_gather_into_tensor(recv, x, COMM),
+        lambda x: bucket.reduce_scatter([x]),
+        lambda x: bucket.load([x]),
+        lambda x: PLAN.run([x], [recv]),
+        lambda x: PLAN.run([ZEROS], [x]),
+    ]
+    for call in calls:
+        check(partial(within, call), f"has no memory of its own: {reason}")
+
+
 @pytest.mark.parametrize(
     ("door", "message"),
     [
@@ -152,6 +206,7 @@ def test_tensors_that_hold_others() -> None:
         (lambda: COMM.allocate(True, use="gather"), "numel is True; it must be a whole number"),
         (lambda: COMM.all_reduce(ZEROS, stream=1), "stream is a int; it must be a shardcomm.Stream"),
         (lambda: COMM.reduce_scatter(ZEROS, ZEROS.clone(), nonfinite=True), "nonfinite is a bool"),
+        (lambda: COMM.reduce_scatter(ZEROS, ZEROS.clone(), nonfinite=FREED_FLAG), "nonfinite has no memory of its own"),
         (lambda: PLAN.bind([ZEROS], [ZEROS.clone()]).run(stream=1), "stream is a int"),
         (lambda: shardcomm.reduce_scatter_tensor(ZEROS, ZEROS, [], COMM), "op is []"),
         (lambda: Communicator.local_group(1, device="gpu"), "device is gpu; accepted: 'cpu', 'cuda'"),
