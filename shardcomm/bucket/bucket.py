@@ -264,6 +264,7 @@ class Bucket:
             reduce_dtype=reduce_dtype,
             gather_format=gather_format,
             reduce_format=reduce_format,
+            tag=comm.tag(f"the bucket of {next(iter(tensors))!r}"),
         )
         bucket.load(list(tensors.values()))
         return bucket

@@ -84,11 +84,11 @@ class Gathering:
             self._comm.check()  # raises where a gather with other ranks would
             return DONE
         if self._blocks is not None or self._side.takes(async_op):
-            work = self._queue(self._bound)
+            work = self._queue(self._blocks or self._bound)
             if not async_op:
                 work.wait()
             return work
-        self._comm.all_gather(self._recv, self._send, counts=self._counts, tag=self._tag)
+        self._bound()
         return DONE
 
     def shards_into(self, flat: torch.Tensor) -> None:
@@ -133,8 +133,8 @@ class Gathering:
         return Work(gathered, self._side.compute, self)
 
     @cached_property
-    def _bound(self) -> BoundCollective | BlockGather:
-        return self._blocks or self._comm.bind_all_gather(
+    def _bound(self) -> BoundCollective:
+        return self._comm.bind_all_gather(
             self._recv, self._send, counts=self._counts, tag=self._tag
         )
 

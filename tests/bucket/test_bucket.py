@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec
+from shardcomm import Bucket, CommError, Communicator, Layout, Mesh, ParamSpec
 from support.thread_ranks import run_mesh, run_threads
 
 
@@ -161,6 +163,24 @@ def test_wrong_shapes_are_named() -> None:
         Bucket.from_tensors({"w": torch.ones(1)}, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout is for 2 ranks, comm has 1"):
         Bucket(Layout.plan([ParamSpec("w", (4, 2))], 2), comm)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Bucket.all_gather, lambda bucket: bucket.reduce_scatter([torch.ones(4)])],
+    ids=["all_gather", "reduce_scatter"],
+)
+def test_a_rank_that_takes_buckets_of_one_size_in_another_order_is_noticed(
+    call: Callable[[Bucket], object],
+) -> None:
+    order = r"of the bucket of 'w' #.* of the bucket of 'w' \(2\) #"
+
+    def body(comm: Communicator) -> None:
+        buckets = [Bucket.from_tensors({"w": torch.full((4,), float(i))}, comm) for i in range(2)]
+        with pytest.raises(CommError, match=order):
+            call(buckets[comm.rank])
+
+    run_threads(body, 2)
 
 
 def test_buckets_of_one_communicator_may_be_under_way_together() -> None:
