@@ -172,6 +172,7 @@ class Bucket:
         )
         if self.full is not self.shard:
             flats = [self.full.data for _ in placed]
+        self._addresses = [shard.data_ptr() for shard in self.shards]
         self.params = tuple(
             full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
@@ -301,8 +302,16 @@ class Bucket:
             The Work to wait for.
 
         Raises:
+            ValueError: One of `shards` has moved to other memory, of which the gather does not know.
             CommError: A rank died, called something else or did not come in time.
         """
+        for index, (shard, address) in enumerate(zip(self.shards, self._addresses, strict=True)):
+            if shard.data_ptr() != address:
+                raise ValueError(
+                    f"all_gather: shards[{index}], rows of {self.layout.placements[index].spec.name!r}, has moved to "
+                    "other memory (by .data = or set_), which is not what is gathered; write into it, as by "
+                    f"shards[{index}].data.copy_(...)"
+                )
         return self.gathering.all_gather(async_op=async_op)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -183,6 +183,18 @@ def test_a_rank_that_takes_buckets_of_one_size_in_another_order_is_noticed(
     run_threads(body, 2)
 
 
+def test_a_shard_that_was_given_other_memory_is_refused() -> None:
+    bucket = Bucket.from_tensors(
+        {"a": torch.ones(2), "b": torch.ones(4)}, Communicator.local_group(1)[0]
+    )
+    bucket.shards[1].data.copy_(torch.full((4,), 2.0))
+    bucket.all_gather()
+    assert bucket.params[1].tolist() == [2.0] * 4
+    bucket.shards[1].data = torch.full((4,), 3.0)
+    with pytest.raises(ValueError, match=r"all_gather: shards\[1\], rows of 'b', has moved"):
+        bucket.all_gather()
+
+
 def test_buckets_of_one_communicator_may_be_under_way_together() -> None:
     """Without buffers or streams of their own choice, made with different data."""
     wholes = [{"weight": torch.full((64, 32), float(i))} for i in range(6)]
