@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -82,3 +82,8 @@ class BoundCopy:
         if stream is None and not on_host(self.device):
             stream = compute_stream(self.device)
         self.core.run(scale, accumulate, flag, stream)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a BoundCopy cannot be copied or pickled: it is bound to memory of this process; call the plan's bind again"
+        )

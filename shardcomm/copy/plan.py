@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -125,9 +125,15 @@ class CopyPlan:
 
         Raises:
             TypeError: `sizes` or `offsets` is no list.
-            ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
+            ValueError: `sizes` and `offsets` differ in length, or parts of the flat tensor overlap; or as `CopyPlan`.
         """
         _check_lengths("pack", sizes, offsets)
+        check_list("pack", "zero_ranges", zero_ranges)
+        for each in zero_ranges:
+            if not (isinstance(each, Sequence) and len(each) == 2):
+                raise ValueError(
+                    f"pack: zero_ranges has {each!r}; each must be a pair, begin and end"
+                )
         tensors = [
             Segment(i, 0, 0, size, offset, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
@@ -136,7 +142,15 @@ class CopyPlan:
             Segment(ZEROS, 0, 0, end - begin, begin, end - begin, 1, end - begin)
             for begin, end in zero_ranges
         ]
-        return cls((*tensors, *zeros), src_dtype, dst_dtype)
+        plan = cls((*tensors, *zeros), src_dtype, dst_dtype)
+        written = sorted((s.dst_offset, s.dst_offset + s.cols) for s in plan.segments if s.cols)
+        for (begin, end), (following, its_end) in pairwise(written):
+            if following < end:
+                raise ValueError(
+                    f"pack: elements {begin} to {end} and {following} to {its_end} of the flat tensor overlap; each "
+                    "may be written once"
+                )
+        return plan
 
     @classmethod
     def unpack(
@@ -187,8 +201,12 @@ class CopyPlan:
             The plan, with one source and a destination for each of `sizes`.
 
         Raises:
-            ValueError: As `CopyPlan`.
+            TypeError: `sizes` is no list.
+            ValueError: `ranks` is less than 1; or as `CopyPlan`.
         """
+        check_list("copy_out", "sizes", sizes)
+        if not is_whole(ranks, 1):
+            raise ValueError(f"copy_out: ranks is {ranks!r}, it must be at least 1, and whole")
         total = sum(sizes)
         starts = accumulate(sizes, initial=0)
         segments = [
@@ -252,6 +270,10 @@ class CopyPlan:
                     Segment(ZEROS, 0, 0, size, end + total, total, empty, size),
                 ]
         return cls(tuple(segments), src_dtype, dst_dtype)
+
+    def __reduce__(self) -> tuple[type[CopyPlan], tuple[object, ...]]:
+        """Copied and pickled as what it says; where it is read, it is compiled again."""
+        return type(self), (self.segments, self.src_dtype, self.dst_dtype)
 
     def run(
         self,

@@ -223,6 +223,8 @@ def test_tensors_of_torchs_transforms(within: Callable[..., object], reason: str
         (lambda: CopyPlan.pack([1.5], [0], F32, F32), "segments must be Segments of whole numbers"),
         (lambda: CopyPlan.pack([1, 2], [0], F32, F32), "there are 2 sizes and 1 offsets"),
         (lambda: CopyPlan(((1, 2),), F32, F32), "segments must be Segments, of 8 numbers"),
+        (lambda: CopyPlan.copy_out(4, 2, F32, F32), "sizes is a int; it must be a list"),
+        (lambda: CopyPlan.copy_out([4], 0, F32, F32), "ranks is 0, it must be at least 1"),
         (lambda: CopyPlan.chunk_cat([(4,)], 0, F32, F32), "chunks is 0, it must be at least 1"),
         (lambda: CopyPlan.chunk_cat([()], 2, F32, F32), "a scalar, which has no dim 0"),
         (lambda: PLAN.run([ZEROS], [ZEROS.clone()], threads="2"), "threads is '2', it must be at least 1"),

@@ -1,5 +1,10 @@
 """CopyPlan and its CPU executor, against PyTorch's copies and conversions."""
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -273,6 +278,36 @@ def test_dtype_pairs_without_conversion_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="no conversion"):
         CopyPlan.pack([1], [0], src_dtype, dst_dtype)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offsets", "zero_ranges", "message"),
+    [
+        ([4, 4], [0, 3], [], "elements 0 to 4 and 3 to 7 of the flat tensor overlap"),
+        ([4, 4], [4, 4], [], "elements 4 to 8 and 4 to 8 of the flat tensor overlap"),
+        ([4], [2], [(0, 3)], "elements 0 to 3 and 2 to 6 of the flat tensor overlap"),
+        ([4], [0], [4, 8], "zero_ranges has 4; each must be a pair, begin and end"),
+    ],
+)
+def test_what_is_packed_twice_into_one_place_is_refused(
+    sizes: list[int], offsets: list[int], zero_ranges: list[tuple[int, int]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyPlan.pack(sizes, offsets, torch.float32, torch.float32, zero_ranges)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_plans_are_values_and_bound_copies_are_not(copied: Callable[[Any], Any]) -> None:
+    plan = CopyPlan.pack([2, 0, 1], [0, 1, 2], torch.float32, torch.bfloat16, [(3, 5)])
+    again = copied(plan)
+    assert again == plan
+    flat = torch.empty(5, dtype=torch.bfloat16)
+    again.run([torch.ones(2), torch.ones(0), torch.ones(1)], [flat])
+    assert flat.tolist() == [1, 1, 1, 0, 0]
+    with pytest.raises(TypeError, match="a BoundCopy cannot be copied or pickled"):
+        copied(plan.bind([None, None, None], [flat]))
 
 
 def test_wrong_operands_are_refused() -> None:
