@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -68,6 +69,13 @@ struct Begun {
   std::map<std::string, std::unique_ptr<ShmSession>> sessions;
   std::map<std::string, Threads> threads;
   int groups = 0;
+
+  // Those of other processes' ranks: nobody tells this process that they have attached.
+  void forget_complete() {
+    for (auto each = sessions.begin(); each != sessions.end();) {
+      each = each->second->is_complete() ? sessions.erase(each) : std::next(each);
+    }
+  }
 };
 
 // Never destroyed: threads may still connect while the process ends.
@@ -137,6 +145,7 @@ shc_unique_id begin_group(shc_transport transport, int size) {
     auto session = std::make_unique<ShmSession>(size);
     const std::string address = session->address();
     const std::lock_guard<std::mutex> lock(all.mutex);
+    all.forget_complete();
     all.sessions[address] = std::move(session);
     return bytes_of(transport, size, address);
   }

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -80,6 +81,7 @@ class Processes {
 }  // namespace
 
 struct ShmSession::State {
+  int size;
   Fd fd;
 };
 
@@ -108,7 +110,7 @@ unsigned long long file_number(const Fd& fd) {
 }  // namespace
 
 ShmSession::ShmSession(int size, const std::vector<ProcessId>& processes)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(State{size, Fd()})) {
   if (size < 1) {
     throw std::invalid_argument("shm: size is " + std::to_string(size) + "; it must be at least 1");
   }
@@ -134,6 +136,14 @@ std::string ShmSession::address() const {
   return Address{getpid(), state_->fd.get(), file_number(state_->fd)}.text();
 }
 
+bool ShmSession::is_complete() const {
+  const auto control = Mapping::of_file(state_->fd.get(), ControlMemory::bytes(state_->size),
+                                        /*populate=*/false);
+  const GroupMemory::Rank* ranks = ControlMemory::group(control->data())->ranks;
+  return std::all_of(ranks, ranks + state_->size,
+                     [](const auto& rank) { return rank.attached.load() != 0; });
+}
+
 struct ShmMember::State {
   std::string address;
   int rank;
@@ -154,7 +164,10 @@ ShmMember::ShmMember(const std::string& address, int rank, int size) {
   Fd fd = open_window(at.pid, at.fd);
   int ranks = 0;
   try {
-    if (file_number(fd) != at.file) throw CommError("the group has ended");
+    if (file_number(fd) != at.file) {
+      throw CommError(
+          "the group has connected already, or has ended, and each group needs an id of its own");
+    }
     ranks = read_size(fd.get());
   } catch (const CommError& error) {
     throw CommError("shm: rank " + std::to_string(rank) + " cannot attach at " + address + ": " +

@@ -147,6 +147,11 @@ static void ids_are_checked(void) {
   shc_comm* again = NULL;
   refused(shc_comm_init_rank(&again, 1, &id, 0, NULL), SHC_INVALID_ARGUMENT, "come once each");
   shc_comm_destroy(comm);
+  ok(shc_get_unique_id(SHC_SHM, 1, &id));
+  ok(shc_comm_init_rank(&comm, 1, &id, 0, NULL));
+  refused(shc_comm_init_rank(&again, 1, &id, 0, NULL), SHC_COMM_ERROR,
+          "each group needs an id of its own");
+  shc_comm_destroy(comm);
   ok(shc_get_unique_id(SHC_LOCAL_CUDA, 1, &id));
   options = (shc_comm_options)SHC_COMM_OPTIONS_INIT;
   options.device = 4096;  // there is no such device, or no CUDA

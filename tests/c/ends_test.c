@@ -2,6 +2,7 @@
 // their own objects have been destroyed.
 #define _POSIX_C_SOURCE 200809L
 
+#include <dirent.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -86,7 +87,26 @@ static void a_process_that_ends_may_call(void) {
   require(WIFEXITED(status) && WEXITSTATUS(status) == 7, "calls of an atexit function");
 }
 
+static int open_files(void) {
+  int count = 0;
+  DIR* folder = opendir("/proc/self/fd");
+  while (readdir(folder) != NULL) ++count;
+  closedir(folder);
+  return count;
+}
+
+static void only_barrier(shc_comm* comm) { ok(shc_barrier(comm, 0, NULL)); }
+
+// As a launcher does, which is no rank of its groups.
+static void a_process_that_makes_ids_for_others_keeps_no_old_groups(void) {
+  on_processes(2, only_barrier);
+  const int before = open_files();
+  for (int group = 0; group < 3; ++group) on_processes(2, only_barrier);
+  require(open_files() == before, "old groups have gone");
+}
+
 int main(void) {
+  a_process_that_makes_ids_for_others_keeps_no_old_groups();
   a_process_that_ends_may_call();
   a_cancelled_thread_ends_after_its_call();
   a_thread_that_ends_may_call();

@@ -263,6 +263,9 @@ class ShmSession {
   explicit ShmSession(int size, const std::vector<ProcessId>& processes = {});
   ~ShmSession();
   std::string address() const;
+  // Whether all ranks have attached. The session is needed no more then: each has mapped its
+  // memory.
+  bool is_complete() const;
 
  private:
   struct State;
