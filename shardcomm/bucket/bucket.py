@@ -305,13 +305,14 @@ class Bucket:
             ValueError: One of `shards` has moved to other memory, of which the gather does not know.
             CommError: A rank died, called something else or did not come in time.
         """
-        for index, (shard, address) in enumerate(zip(self.shards, self._addresses, strict=True)):
-            if shard.data_ptr() != address:
-                raise ValueError(
-                    f"all_gather: shards[{index}], rows of {self.layout.placements[index].spec.name!r}, has moved to "
-                    "other memory (by .data = or set_), which is not what is gathered; write into it, as by "
-                    f"shards[{index}].data.copy_(...)"
-                )
+        addresses = [shard.data_ptr() for shard in self.shards]
+        if addresses != self._addresses:
+            moved = next(i for i, at in enumerate(addresses) if at != self._addresses[i])
+            raise ValueError(
+                f"all_gather: shards[{moved}], rows of {self.layout.placements[moved].spec.name!r}, has moved to other "
+                "memory (by .data = or set_), which is not what is gathered; write into it, as by "
+                f"shards[{moved}].data.copy_(...)"
+            )
         return self.gathering.all_gather(async_op=async_op)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
