@@ -99,8 +99,9 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
 
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
     """The value that ranks combine: a sum of powers, a count, or the largest or the least element."""
-    if math.isinf(ord) and rows.numel() == 0:
-        return torch.full((), 0.0 if ord > 0 else math.inf, dtype=torch.float64, device=rows.device)
+    if rows.numel() == 0 and (math.isinf(ord) or ord < 0):  # of which torch knows no norm
+        nothing = math.inf if ord == -math.inf else 0.0
+        return torch.full((), nothing, dtype=torch.float64, device=rows.device)
     norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
     norm = norm.double()
     return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)

@@ -128,6 +128,22 @@ def test_one_row_of_another_parameter_is_not_broadcast(use: Callable[[Any], Any]
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("quantile", [torch.quantile, torch.nanquantile])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_quantile_is_refused_on_ranks_with_rows_and_without(
+    rows: int, quantile: Callable[[torch.Tensor, float], torch.Tensor]
+) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(64, rows, bias=False)
+        fully_shard(model, comm)
+        if len(local(model.weight)) == rows:
+            return
+        with pytest.raises(RuntimeError, match=r"quantile of 'weight': outside of the forward"):
+            quantile(model.weight.detach(), 0.5)
+
+    run_threads(body, RANKS)
+
+
 @pytest.mark.parametrize("index", [0, -1, 5, slice(0, 1), (slice(None), 0), [0, 1]])
 @pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.grad])
 @pytest.mark.parametrize("rows", [1, 2])

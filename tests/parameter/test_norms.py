@@ -18,7 +18,7 @@ from support.twins import WIDTH, twins, values
 
 @pytest.mark.covers("gradient clipping")
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0, -1.0])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_total_norm_and_clipping_are_global(
     kind: float, granularity: str, foreach: bool | None
@@ -43,7 +43,7 @@ def test_total_norm_and_clipping_are_global(
 
 @pytest.mark.covers("gradient clipping", "ignored parameters")
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0, -1.0])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_norms_with_plain_gradients_among_them_are_the_same_on_every_rank(
     kind: float, replicas: int, foreach: bool | None
