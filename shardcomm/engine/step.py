@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch._C import _is_tracing as is_tracing
+from torch.compiler import is_dynamo_compiling
 
 from shardcomm._C import CommError
 from shardcomm.comm.mesh import FailingTogether, Mesh
@@ -115,8 +116,7 @@ class Step:
         if unit.apart is not None:
             self._check_apart(unit, unit.apart)
             return args, kwargs
-        if is_tracing():
-            raise _keeps_constants("torch.jit.trace", unit)
+        _check_not_in_a_graph(unit)
         if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
@@ -478,6 +478,17 @@ class Step:
 run_eagerly(
     Step._pre_backward, Step._post_backward, Step._on_gradient, Step._end_of_backward, Step._let_go
 )
+
+
+def _check_not_in_a_graph(unit: ShardedUnit) -> None:
+    if is_dynamo_compiling():
+        # It ends its graph here, or raises with the message where it may make one graph only.
+        torch._dynamo.graph_break(
+            msg="fully_shard gathers a unit's parameters between graphs; compile blocks by "
+            "block.compile(fullgraph=True) before fully_shard, or leave fullgraph=True out"
+        )
+    if is_tracing():
+        raise _keeps_constants("torch.jit.trace", unit)
 
 
 def _check_not_recorded(unit: ShardedUnit) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -382,6 +383,43 @@ def test_a_model_may_be_compiled_afterwards() -> None:
         for graph in counted.graphs:
             calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
             assert {getattr(node.target, "__name__", node.target) for node in calls} <= computes
+
+    run_threads(body, 1)
+
+
+@pytest.mark.slow
+def test_one_graph_of_all_units_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Chain)
+        engine = fully_shard(model, comm)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(
+            Unsupported, match=r"block.compile\(fullgraph=True\) before fully_shard"
+        ):
+            compiled(values(4, WIDTH))
+        engine.close()
+
+    run_threads(body, 1)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_to_one_graph_each_train() -> None:
+    def compiled() -> Chain:
+        model = Chain()
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+        return model
+
+    def body(comm: Communicator) -> None:
+        torch._dynamo.reset()
+        model, plain = compiled(), Chain()
+        plain.load_state_dict(model.state_dict())
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(4, WIDTH)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+        engine.close()
 
     run_threads(body, 1)
 
