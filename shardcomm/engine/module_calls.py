@@ -53,15 +53,16 @@ class ModuleCalls(Hooks):
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self is not module:  # a copy that the module's own __deepcopy__ or __getstate__ made
                 raise RuntimeError(forward_methods.copied(unit))
-            depth = unit.forward.depth
-            unit.forward.depth = depth + 1
+            forward_methods.check_thread(unit)
+            unit.forward.depth += 1
             try:
                 return inner(*args, **kwargs)
             except BaseException:
                 failed()
                 raise
             finally:
-                unit.forward.depth = depth
+                unit.forward.depth -= 1
+                forward_methods.forget_thread(unit)
 
         failed = self._failed
         self._call = call

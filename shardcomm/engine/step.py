@@ -120,6 +120,7 @@ class Step:
         if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
+        unit.forward.thread = threading.get_ident()
         recompute = unit_io.in_backward()
         if not recompute:
             if unit is self._root:

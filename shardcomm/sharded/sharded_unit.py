@@ -79,16 +79,18 @@ class ForwardState:
 
     Attributes:
         depth: How many calls of the unit's module are running, each inside of the one before.
+        thread: The thread of the outermost of them, or of the method; None: none runs, or it has not gathered yet.
         in_method: Whether a method that was registered as a forward is running.
         in_transform: Whether the unit is unsharded for a transform of torch.func.
         entered: What of the inputs is not the caller's own.
         returned: The type that the latest forward returned.
     """
 
-    __slots__ = ("depth", "entered", "in_method", "in_transform", "returned")
+    __slots__ = ("depth", "entered", "in_method", "in_transform", "returned", "thread")
 
     def __init__(self) -> None:
         self.depth = 0
+        self.thread: int | None = None
         self.in_method = False
         self.in_transform = False
         self.entered = NOTHING_ENTERED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,6 +75,45 @@ def test_after_a_forward_that_was_interrupted_the_model_shows_rows(
         net.zero_grad()  # of the rows; else the next backward would add to their gradients
 
     trained_alike(Chain, between, strategy=strategy)
+
+
+@pytest.mark.covers("exceptions")
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("method", ["forward", "encode"])
+def test_a_forward_beside_one_in_another_thread_is_refused(strategy: str, method: str) -> None:
+    """Else both compute with the same full parameters, which the one that ends first gives away."""
+
+    class Encoder(Chain):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x)
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Encoder)
+        engine = fully_shard(model, comm, strategy=strategy)
+        engine.register_forward_method(model, "encode")
+        call = model if method == "forward" else model.encode
+
+        def beside(_number: int, x: torch.Tensor) -> torch.Tensor:
+            model.between = alone  # for the other thread's forward, should there be one
+            with ThreadPoolExecutor(1) as other:
+                for each in (model, model.encode):
+                    with pytest.raises(RuntimeError, match=r"'\(root\)' while another thread runs"):
+                        other.submit(each, values(4, WIDTH)).result()
+            return x
+
+        alone = model.between
+        for between in (beside, alone):
+            model.between = between
+            model.zero_grad()
+            call(values(4, WIDTH)).sum().backward()
+        plain(values(4, WIDTH)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+        with ThreadPoolExecutor(1) as other, torch.no_grad():  # one after the other
+            given = other.submit(call, values(4, WIDTH)).result()
+        assert given.isfinite().all()
+        engine.close()
+
+    run_threads(body, 2)
 
 
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
