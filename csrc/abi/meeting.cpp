@@ -70,7 +70,8 @@ struct Begun {
   std::map<std::string, Threads> threads;
   int groups = 0;
 
-  // Those of other processes' ranks: nobody tells this process that they have attached.
+  // Lets go of the sessions of other processes' ranks, which do not tell this process that they
+  // have attached.
   void forget_complete() {
     for (auto each = sessions.begin(); each != sessions.end();) {
       each = each->second->is_complete() ? sessions.erase(each) : std::next(each);

@@ -97,13 +97,9 @@ Fd open_window(int pid, int fd) {
   const std::string text =
       "cannot reach the memory of process " + std::to_string(pid) + ": " + std::strerror(error);
   if (error == EMFILE || error == ENFILE || error == ENOMEM) throw CommError(text);
-  const std::string folder = path.substr(0, path.rfind('/'));
-  if (error == ENOENT && access(folder.c_str(), X_OK) == 0) {
-    throw UnreachableError(text +
-                           "; it has closed that memory: its group has connected already, or has "
-                           "ended, and each group needs an id of its own");
-  }
-  throw UnreachableError(text + "; it has ended, or runs as another user or in another container");
+  throw UnreachableError(text +
+                         "; it has ended, or its group has (each group needs an id of its own), or "
+                         "it runs as another user or in another container");
 }
 
 }  // namespace shardcomm

@@ -47,7 +47,7 @@ class Fd {
   int fd_ = -1;
 };
 
-// Another process's memory is not there; mostly because the process has ended.
+// Another process's memory is not there; mostly because the process, or its group, has ended.
 class UnreachableError : public CommError {
  public:
   using CommError::CommError;

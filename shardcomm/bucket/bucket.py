@@ -250,7 +250,10 @@ class Bucket:
                 "make one bucket per dtype"
             )
         dtype = dtypes.pop()
+        # As `Bucket` does, but before a tag is taken, which ranks take in the same order.
         _check_dtypes(dtype, param_dtype, reduce_dtype)
+        _check_format(gather_format, dtype)
+        check_reduce_format("Bucket: reduce_format", reduce_format)
         wire = [dtype, param_dtype or dtype, reduce_dtype or dtype]
         layout = Layout.plan(
             [ParamSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()],

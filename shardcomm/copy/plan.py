@@ -124,15 +124,20 @@ class CopyPlan:
             The plan, with a source for each of `sizes` and one destination.
 
         Raises:
-            TypeError: `sizes` or `offsets` is no list.
-            ValueError: `sizes` and `offsets` differ in length, or parts of the flat tensor overlap; or as `CopyPlan`.
+            TypeError: `sizes`, `offsets` or `zero_ranges` is no list.
+            ValueError: `sizes` and `offsets` differ in length, a zero range is no pair of whole numbers, or parts of
+                the flat tensor overlap; or as `CopyPlan`.
         """
         _check_lengths("pack", sizes, offsets)
         check_list("pack", "zero_ranges", zero_ranges)
         for each in zero_ranges:
-            if not (isinstance(each, Sequence) and len(each) == 2):
+            if not (
+                isinstance(each, Sequence)
+                and len(each) == 2
+                and all(isinstance(bound, int) for bound in each)
+            ):
                 raise ValueError(
-                    f"pack: zero_ranges has {each!r}; each must be a pair, begin and end"
+                    f"pack: zero_ranges has {each!r}; each must be a pair of whole numbers, begin and end"
                 )
         tensors = [
             Segment(i, 0, 0, size, offset, size, 1, size)
@@ -147,7 +152,7 @@ class CopyPlan:
         for (begin, end), (following, its_end) in pairwise(written):
             if following < end:
                 raise ValueError(
-                    f"pack: elements {begin} to {end} and {following} to {its_end} of the flat tensor overlap; each "
+                    f"pack: elements [{begin}, {end}) and [{following}, {its_end}) of the flat tensor overlap; each "
                     "may be written once"
                 )
         return plan

@@ -273,7 +273,7 @@ class Engine:
                 f"gathered: module is a {type(module).__name__} that is none of the model's; give one of its modules"
             )
         self.release()
-        units = [unit for unit in self.units if unit.owns_any(inside)]
+        units = [unit for unit in self.units if unit.owns_any(inside) or unit.module in inside]
         with gathered(units, self._together, write=write):
             yield
 

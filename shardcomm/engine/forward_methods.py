@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -61,9 +60,16 @@ def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not module:
             raise RuntimeError(copied(unit))
-        check_thread(unit)
-        if unit.forward.depth or unit.forward.in_method or unit.apart is not None:
-            return method(*args, **kwargs)
+        outermost = step.claim(unit)
+        try:
+            if unit.forward.depth or unit.forward.in_method or unit.apart is not None:
+                return method(*args, **kwargs)
+            return gathered(*args, **kwargs)
+        finally:
+            if outermost:
+                unit.forward.thread = None
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = step.pre_forward(unit, args, kwargs)
         unit.forward.in_method = True
         try:
@@ -71,7 +77,6 @@ def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
                 output = method(*args, **kwargs)
             finally:
                 unit.forward.in_method = False
-                forget_thread(unit)
             return step.post_forward(unit, output, method=True)
         except BaseException:
             step.forward_failed(unit)
@@ -81,30 +86,6 @@ def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
     installed = ForwardMethod(module, name, vars(module).get(name))
     setattr(module, name, MethodType(gathering, module))
     return installed
-
-
-def check_thread(unit: ShardedUnit) -> None:
-    """Refuses a call of the unit's module, or of its method, beside one in another thread.
-
-    Raises:
-        RuntimeError: Both would compute with the same full parameters, which the one that ends first gives away.
-    """
-    forward = unit.forward
-    if (
-        (forward.depth or forward.in_method)
-        and unit.apart is None
-        and forward.thread != threading.get_ident()
-    ):
-        raise RuntimeError(
-            f"forward of unit {unit.name!r} while another thread runs one: the forwards of a model share its full "
-            "parameters; call it in one thread at a time, in one order on all ranks, or inside of engine.gathered()"
-        )
-
-
-def forget_thread(unit: ShardedUnit) -> None:
-    """Notes that no thread runs a forward of the unit, if the outermost call has ended."""
-    if not unit.forward.depth and not unit.forward.in_method:
-        unit.forward.thread = None
 
 
 def copied(unit: ShardedUnit) -> str:

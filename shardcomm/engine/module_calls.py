@@ -45,7 +45,7 @@ class ModuleCalls(Hooks):
 
     def _around(self) -> Iterator[ForwardMethod]:
         """Stands in the place of what `module(...)` calls, hooks included; in copies `_CallOfCopy` does."""
-        unit, module = self._unit, self._unit.module
+        unit, step, module = self._unit, self._step, self._unit.module
         compiled = module._compiled_call_impl is not None
         name = "_compiled_call_impl" if compiled else "_call_impl"
         inner: Any = getattr(module, name)
@@ -53,7 +53,7 @@ class ModuleCalls(Hooks):
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self is not module:  # a copy that the module's own __deepcopy__ or __getstate__ made
                 raise RuntimeError(forward_methods.copied(unit))
-            forward_methods.check_thread(unit)
+            outermost = step.claim(unit)
             unit.forward.depth += 1
             try:
                 return inner(*args, **kwargs)
@@ -62,7 +62,8 @@ class ModuleCalls(Hooks):
                 raise
             finally:
                 unit.forward.depth -= 1
-                forward_methods.forget_thread(unit)
+                if outermost:
+                    unit.forward.thread = None
 
         failed = self._failed
         self._call = call

@@ -109,6 +109,31 @@ class Step:
 
     # A step, in the order in which it happens. Hooks do nothing but call these.
 
+    def claim(self, unit: ShardedUnit) -> bool:
+        """Keeps other threads out of the unit's forward while a call of its module, or of a method, runs.
+
+        Returns:
+            Whether the call is the outermost one, which gives the forward back: it sets `unit.forward.thread` to None.
+
+        Raises:
+            RuntimeError: Another thread runs the unit's forward, or the root's. Both would compute with the same full
+                parameters, which the one that ends first gives away.
+        """
+        # Autograd recomputes in threads of its own, while the forward's thread waits for it.
+        if is_dynamo_compiling() or unit.apart is not None or unit_io.in_backward():
+            return False
+        this = threading.get_ident()
+        for each in (self._root, unit):
+            if each.forward.thread not in (None, this):
+                raise RuntimeError(
+                    f"forward of unit {unit.name!r} while another thread runs one: the forwards of a model share its "
+                    "full parameters; call it in one thread at a time, in one order on all ranks, or inside of "
+                    "engine.gathered()"
+                )
+        outermost = unit.forward.thread is None
+        unit.forward.thread = this
+        return outermost
+
     def pre_forward(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -120,7 +145,6 @@ class Step:
         if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
-        unit.forward.thread = threading.get_ident()
         recompute = unit_io.in_backward()
         if not recompute:
             if unit is self._root:
@@ -177,6 +201,7 @@ class Step:
             return output
         if unit.forward.in_method:
             return unit_io.cast(output, unit.output_dtype)
+        _check_not_in_a_graph(unit)
         if unit.state is IDLE and not unit_io.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict, engine.gathered() or engine.close() put "
@@ -477,13 +502,19 @@ class Step:
 
 
 run_eagerly(
-    Step._pre_backward, Step._post_backward, Step._on_gradient, Step._end_of_backward, Step._let_go
+    Step.pre_forward,
+    Step.post_forward,
+    Step._pre_backward,
+    Step._post_backward,
+    Step._on_gradient,
+    Step._end_of_backward,
+    Step._let_go,
 )
 
 
 def _check_not_in_a_graph(unit: ShardedUnit) -> None:
     if is_dynamo_compiling():
-        # It ends its graph here, or raises with the message where it may make one graph only.
+        # Dynamo ends its graph here; under fullgraph=True it raises this message.
         torch._dynamo.graph_break(
             msg="fully_shard gathers a unit's parameters between graphs; compile blocks by "
             "block.compile(fullgraph=True) before fully_shard, or leave fullgraph=True out"

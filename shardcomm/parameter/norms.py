@@ -89,7 +89,10 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
             whole.refuse_derivative("a norm to differentiate")
         rows = tensor.detach().as_subclass(torch.Tensor)
         dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
-        power = _power(rows, given.ord).view(1)
+        if rows.numel() == 0 and whole.outline.numel() > 0:
+            power = _power_of_nothing(given.ord, rows.device)
+        else:
+            power = _power(rows, given.ord).view(1)
         if not whole.counts and not math.isinf(given.ord):
             power.zero_()
         is_values = getattr(tensor, "is_values", True)
@@ -97,11 +100,14 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
         return PartialNorm(power, given.ord, [whole.holders], [of], (), dtype)
 
 
+def _power_of_nothing(ord: float, device: torch.device) -> torch.Tensor:
+    """What changes nothing when ranks combine it: of some orders, torch knows no norm of no elements."""
+    nothing = math.inf if ord == -math.inf else 0.0
+    return torch.full((1,), nothing, dtype=torch.float64, device=device)
+
+
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
     """The value that ranks combine: a sum of powers, a count, or the largest or the least element."""
-    if rows.numel() == 0 and (math.isinf(ord) or ord < 0):  # of which torch knows no norm
-        nothing = math.inf if ord == -math.inf else 0.0
-        return torch.full((), nothing, dtype=torch.float64, device=rows.device)
     norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
     norm = norm.double()
     return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)

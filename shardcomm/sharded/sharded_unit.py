@@ -79,7 +79,7 @@ class ForwardState:
 
     Attributes:
         depth: How many calls of the unit's module are running, each inside of the one before.
-        thread: The thread of the outermost of them, or of the method; None: none runs, or it has not gathered yet.
+        thread: The thread of the outermost of these calls, or of a method's; None: none runs.
         in_method: Whether a method that was registered as a forward is running.
         in_transform: Whether the unit is unsharded for a transform of torch.func.
         entered: What of the inputs is not the caller's own.

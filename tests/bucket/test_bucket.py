@@ -183,6 +183,19 @@ def test_a_rank_that_takes_buckets_of_one_size_in_another_order_is_noticed(
     run_threads(body, 2)
 
 
+def test_a_refused_bucket_takes_no_tag() -> None:
+    def body(comm: Communicator) -> None:
+        tensors = {"w": torch.ones(4)}
+        if comm.rank == 0:
+            with pytest.raises(TypeError, match="gather_format is a str"):
+                Bucket.from_tensors(tensors, comm, gather_format="mxint8")  # type: ignore[arg-type]
+        bucket = Bucket.from_tensors(tensors, comm)
+        bucket.all_gather()
+        assert bucket.params[0].tolist() == [1.0] * 4
+
+    run_threads(body, 2)
+
+
 def test_a_shard_that_was_given_other_memory_is_refused() -> None:
     bucket = Bucket.from_tensors(
         {"a": torch.ones(2), "b": torch.ones(4)}, Communicator.local_group(1)[0]

@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "check.h"
 
@@ -151,6 +153,10 @@ static void ids_are_checked(void) {
   ok(shc_comm_init_rank(&comm, 1, &id, 0, NULL));
   refused(shc_comm_init_rank(&again, 1, &id, 0, NULL), SHC_COMM_ERROR,
           "each group needs an id of its own");
+  const int other = socket(AF_UNIX, SOCK_STREAM, 0);  // where the group's memory had its descriptor
+  refused(shc_comm_init_rank(&again, 1, &id, 0, NULL), SHC_COMM_ERROR,
+          "each group needs an id of its own");
+  close(other);
   shc_comm_destroy(comm);
   ok(shc_get_unique_id(SHC_LOCAL_CUDA, 1, &id));
   options = (shc_comm_options)SHC_COMM_OPTIONS_INIT;

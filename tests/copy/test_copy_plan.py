@@ -283,14 +283,15 @@ def test_dtype_pairs_without_conversion_are_refused(
 @pytest.mark.parametrize(
     ("sizes", "offsets", "zero_ranges", "message"),
     [
-        ([4, 4], [0, 3], [], "elements 0 to 4 and 3 to 7 of the flat tensor overlap"),
-        ([4, 4], [4, 4], [], "elements 4 to 8 and 4 to 8 of the flat tensor overlap"),
-        ([4], [2], [(0, 3)], "elements 0 to 3 and 2 to 6 of the flat tensor overlap"),
-        ([4], [0], [4, 8], "zero_ranges has 4; each must be a pair, begin and end"),
+        ([4, 4], [0, 3], [], r"elements \[0, 4\) and \[3, 7\) of the flat tensor overlap"),
+        ([4, 4], [4, 4], [], r"elements \[4, 8\) and \[4, 8\) of the flat tensor overlap"),
+        ([4], [2], [(0, 3)], r"elements \[0, 3\) and \[2, 6\) of the flat tensor overlap"),
+        ([4], [0], [4, 8], "zero_ranges has 4; each must be a pair of whole numbers"),
+        ([4], [0], ["ab"], "zero_ranges has 'ab'; each must be a pair of whole numbers"),
     ],
 )
 def test_what_is_packed_twice_into_one_place_is_refused(
-    sizes: list[int], offsets: list[int], zero_ranges: list[tuple[int, int]], message: str
+    sizes: list[int], offsets: list[int], zero_ranges: list[Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         CopyPlan.pack(sizes, offsets, torch.float32, torch.float32, zero_ranges)

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <string>
 #include <thread>
@@ -45,19 +44,17 @@ inline void require(bool holds, const std::string& claim) {
   std::exit(1);
 }
 
-// Bytes that follow from a number, so that all ranks know them. Eight are written at a time, since
-// a sanitizer looks at each write.
+// Bytes that follow from a number, so that all ranks know them. They are made in words, since a
+// sanitizer looks at each write.
 inline Bytes message(std::uint64_t seed, std::size_t bytes) {
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
-  Bytes made((bytes + kWord - 1) / kWord * kWord);
+  std::vector<std::uint64_t> words(bytes / sizeof(std::uint64_t) + 1);
   std::uint64_t state = seed * 0x9e3779b97f4a7c15U + 1;
-  for (std::size_t at = 0; at < made.size(); at += kWord) {
+  for (std::uint64_t& word : words) {
     state = state * 6364136223846793005U + 1442695040888963407U;
-    const std::uint64_t word = state ^ state >> 32;  // the lower bits repeat soon
-    std::memcpy(made.data() + at, &word, kWord);
+    word = state ^ state >> 32;  // the lower bits repeat soon
   }
-  made.resize(bytes);
-  return made;
+  const auto* first = reinterpret_cast<const unsigned char*>(words.data());
+  return Bytes(first, first + bytes);
 }
 
 inline void on_threads(int size, const Body& body, double deadline_s = kLongS) {

@@ -41,6 +41,33 @@ def test_total_norm_and_clipping_are_global(
     with_sharded(body, granularity=granularity)
 
 
+@pytest.mark.parametrize("kind", [-1.0, -2.5])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_norms_of_negative_order_of_what_has_a_zero_are_zero(kind: float, rows: int) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: nn.Linear(WIDTH, rows, bias=False))
+        with torch.no_grad():
+            for each in (model, plain):
+                each.weight[0, 3] = 0
+        fully_shard(model, comm)
+        ours, theirs = (nn.utils.get_total_norm([m.weight], kind) for m in (model, plain))
+        torch.testing.assert_close(ours, theirs)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("kind", [-1.0, math.inf])
+def test_what_has_no_elements_has_no_such_norm(kind: float) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(3, 0)
+        engine = fully_shard(model, comm)
+        with pytest.raises(RuntimeError, match="on an empty tensor"):
+            float(torch.linalg.vector_norm(model.weight.detach(), kind))
+        engine.close()
+
+    run_threads(body, 2)
+
+
 @pytest.mark.covers("gradient clipping", "ignored parameters")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0, -1.0])

@@ -263,8 +263,8 @@ class ShmSession {
   explicit ShmSession(int size, const std::vector<ProcessId>& processes = {});
   ~ShmSession();
   std::string address() const;
-  // Whether all ranks have attached. The session is needed no more then: each has mapped its
-  // memory.
+  // Whether all ranks have attached. They have mapped the session's memory then, and need the
+  // session no more.
   bool is_complete() const;
 
  private:

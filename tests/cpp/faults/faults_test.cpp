@@ -129,7 +129,7 @@ void run_all(const std::vector<Series>& all, bool full, Tally* tallies) {
   }
 }
 
-// But for the semaphores that any Python program of the machine may make meanwhile.
+// Leaves out the semaphores that any Python program of the machine may make meanwhile.
 std::set<std::string> shared_memory_names() {
   std::set<std::string> names;
   DIR* all = opendir("/dev/shm");
