@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardcomm.bucket.bucket import Bucket
 from shardcomm.cli.bench import command
 from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.options import BenchOptions
@@ -222,8 +223,17 @@ def benchmark_with_a_wrong_element(options: BenchOptions) -> Results:
 
         setattr(CoreCommunicator, name, wrong)
 
+    gathered = Bucket.all_gather
+
+    def wrongly_gathered(self: Bucket, *, async_op: bool = False) -> object:
+        work = gathered(self, async_op=async_op)
+        if self.comm.rank == 1:
+            self.full[0] += 1
+        return work
+
     for name in COLLECTIVES:
         spoil(name)
+    Bucket.all_gather = wrongly_gathered  # it does not pass the communicator's methods
     return quiet_benchmark(options)
 
 
