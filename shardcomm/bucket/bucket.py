@@ -250,7 +250,7 @@ class Bucket:
                 "make one bucket per dtype"
             )
         dtype = dtypes.pop()
-        # As `Bucket` does, but before a tag is taken, which ranks take in the same order.
+        # Before the tag is taken: a rank that goes on after a refusal must not have taken one more than the others.
         _check_dtypes(dtype, param_dtype, reduce_dtype)
         _check_format(gather_format, dtype)
         check_reduce_format("Bucket: reduce_format", reduce_format)

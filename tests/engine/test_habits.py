@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import gc
-import threading
-import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import shardcomm
-from shardcomm import Communicator, Engine, fully_shard, launch
-from support.gates import until
-from support.parity import assert_same_params
+from shardcomm import Communicator, Engine, fully_shard
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -78,100 +71,6 @@ def test_after_a_forward_that_was_interrupted_the_model_shows_rows(
         net.zero_grad()  # of the rows; else the next backward would add to their gradients
 
     trained_alike(Chain, between, strategy=strategy)
-
-
-class Encoder(Chain):
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(x)
-
-
-@pytest.mark.covers("exceptions")
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("method", ["forward", "encode"])
-def test_a_forward_beside_one_in_another_thread_is_refused(strategy: str, method: str) -> None:
-    """Else both compute with the same full parameters, which the one that ends first gives away."""
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Encoder)
-        engine = fully_shard(model, comm, strategy=strategy)
-        engine.register_forward_method(model, "encode")
-        call = model if method == "forward" else model.encode
-
-        def beside(_number: int, x: torch.Tensor) -> torch.Tensor:
-            model.between = alone  # for the other thread's forward, should there be one
-            with ThreadPoolExecutor(1) as other:
-                for each in (model, model.encode):
-                    with pytest.raises(RuntimeError, match=r"'\(root\)' while another thread runs"):
-                        other.submit(each, values(4, WIDTH)).result()
-            return x
-
-        alone = model.between
-        for between in (beside, alone):
-            model.between = between
-            model.zero_grad()
-            call(values(4, WIDTH)).sum().backward()
-        plain(values(4, WIDTH)).sum().backward()
-        assert_same_gradients(engine, model, plain)
-        with ThreadPoolExecutor(1) as other, torch.no_grad():  # one after the other
-            given = other.submit(call, values(4, WIDTH)).result()
-        assert given.isfinite().all()
-        engine.close()
-
-    run_threads(body, 2)
-
-
-@pytest.mark.parametrize("method", ["forward", "encode"])
-def test_a_forward_that_still_gathers_is_not_joined_by_another_thread(method: str) -> None:
-    refused = threading.Event()
-
-    def body(comm: Communicator) -> None:
-        model, _ = twins(Encoder)
-        engine = fully_shard(model, comm)
-        engine.register_forward_method(model, "encode")
-        call = model if method == "forward" else model.encode
-        if comm.rank == 0:
-            with ThreadPoolExecutor(1) as other:
-                first = other.submit(call, values(4, WIDTH))
-                until(lambda: any(p.call for p in comm.pending() if p.rank == 0), "rank 0 gathers")
-                for each in (model, model.encode, model.blocks[0]):
-                    with pytest.raises(RuntimeError, match="while another thread runs one"):
-                        each(values(4, WIDTH))
-                refused.set()
-                first.result()
-        else:
-            assert refused.wait(60)
-            call(values(4, WIDTH))
-        engine.close()
-
-    run_threads(body, 2)
-
-
-def test_autograds_threads_recompute_inside_of_a_forward() -> None:
-    """As on a GPU, where autograd has threads of its own."""
-
-    class Forces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(WIDTH, WIDTH)
-
-        def energy(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x).square().sum()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            energy = checkpoint(self.energy, x, use_reentrant=False)
-            with ThreadPoolExecutor(1) as autograds:
-                (forces,) = autograds.submit(torch.autograd.grad, energy, x).result()
-            return forces
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Forces)
-        engine = fully_shard(model, comm)
-        engine.register_forward_method(model, "energy")
-        x = values(4, WIDTH).requires_grad_()
-        torch.testing.assert_close(model(x), plain(x))
-        engine.close()
-
-    run_threads(body, 2)
 
 
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
@@ -460,127 +359,6 @@ def test_a_model_that_is_dropped_is_freed(use: Callable[[nn.Module, Engine], obj
         assert [reference() for reference in references] == [None, None]
 
     run_threads(body, 1)
-
-
-@pytest.mark.slow
-def test_a_model_may_be_compiled_afterwards() -> None:
-    """Each unit's forward is compiled by itself, and nothing of the engine."""
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Chain)
-        engine = fully_shard(model, comm)
-        torch._dynamo.reset()
-        counted = CompileCounterWithBackend("eager")
-        compiled = torch.compile(model, backend=counted)
-        for _ in range(2):
-            model.zero_grad()
-            compiled(values(4, WIDTH)).sum().backward()
-        plain(values(4, WIDTH)).sum().backward()
-        assert_same_gradients(engine, model, plain)
-        computes = {"linear", "tanh"}
-        for graph in counted.graphs:
-            calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
-            assert {getattr(node.target, "__name__", node.target) for node in calls} <= computes
-
-    run_threads(body, 1)
-
-
-@pytest.mark.slow
-def test_one_graph_of_all_units_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        model, _ = twins(Chain)
-        engine = fully_shard(model, comm)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        with pytest.raises(
-            Unsupported, match=r"block.compile\(fullgraph=True\) before fully_shard"
-        ):
-            compiled(values(4, WIDTH))
-        engine.close()
-
-    run_threads(body, 1)
-
-
-@pytest.mark.slow
-def test_a_gathered_model_is_one_graph_if_its_root_has_no_parameters_either() -> None:
-    def body(comm: Communicator) -> None:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        engine = fully_shard(model, comm, units=nn.Linear)
-        torch._dynamo.reset()
-        with engine.gathered(), torch.no_grad():
-            x = values(4, WIDTH)
-            compiled = torch.compile(model, backend="eager", fullgraph=True)
-            torch.testing.assert_close(compiled(x), model(x))
-        engine.close()
-
-    run_threads(body, 1)
-
-
-@pytest.mark.slow
-def test_graphs_end_at_a_registered_method() -> None:
-    """Else Dynamo traces the engine, too, and warns of what it does not know."""
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Encoder)
-        engine = fully_shard(model, comm)
-        engine.register_forward_method(model, "encode")
-        torch._dynamo.reset()
-        x = values(4, WIDTH)
-        with warnings.catch_warnings(record=True) as warned:
-            got = torch.compile(lambda x: 2 * model.encode(x), backend="eager")(x)
-        assert not [str(each.message) for each in warned if "Dynamo" in str(each.message)]
-        torch.testing.assert_close(got, 2 * plain(x))
-        got.sum().backward()
-        (2 * plain(x)).sum().backward()
-        assert_same_gradients(engine, model, plain)
-        engine.close()
-
-    run_threads(body, 1)
-
-
-@pytest.mark.slow
-def test_blocks_that_are_compiled_to_one_graph_each_train() -> None:
-    def compiled() -> Chain:
-        model = Chain()
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
-        return model
-
-    def body(comm: Communicator) -> None:
-        torch._dynamo.reset()
-        model, plain = compiled(), Chain()
-        plain.load_state_dict(model.state_dict())
-        engine = fully_shard(model, comm)
-        for net in (model, plain):
-            net(values(4, WIDTH)).sum().backward()
-        assert_same_gradients(engine, model, plain)
-        engine.close()
-
-    run_threads(body, 1)
-
-
-def train_by_a_compiled_function() -> None:
-    with Communicator.from_env() as comm:
-        model, plain = twins(Chain)
-        engine = fully_shard(model, comm)
-        for net in (model, plain):
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-
-            @torch.compile(backend="eager")
-            def backward(x: torch.Tensor, net: nn.Module = net) -> None:
-                net(x).square().sum().backward()
-
-            for seed in range(2):
-                backward(values(4, WIDTH, seed=seed))
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_params(model, plain)
-        engine.close()
-
-
-@pytest.mark.slow
-def test_a_function_with_forward_and_backward_may_be_compiled() -> None:
-    launch(train_by_a_compiled_function, 2, timeout_s=120)
 
 
 def test_what_is_no_list_of_modules_is_told_in_a_line() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcomm import AdamW, Communicator, Mesh, MixedPrecision, fully_shard
 from shardcomm.unit.groups import ShardDimOf
-from support.nets import assert_same, batch, loss_of, reference, sgd_of
+from support.nets import TiedEnds, assert_same, batch, loss_of, reference, sgd_of
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import local, twins
 
@@ -33,21 +33,9 @@ class Conv(nn.Module):
         return x + self.scale * torch.tanh(self.mix(self.conv(image).movedim(1, -2).flatten(-2)))
 
 
-class Mixed(nn.Module):
-    """With tied weights."""
-
+class Mixed(TiedEnds):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(Conv() for _ in range(3))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(6, (Conv() for _ in range(3)))
 
 
 def second(name: str, param: nn.Parameter) -> int:

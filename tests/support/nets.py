@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -13,6 +13,23 @@ from support.generator import seeded
 from support.rank_sums import combined
 
 STEPS = 4
+
+
+class TiedEnds(nn.Module):
+    """Layers between an embedding of 11 tokens and a head that has the embedding's weight."""
+
+    def __init__(self, width: int, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 class Block(nn.Module):

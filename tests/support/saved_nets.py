@@ -13,7 +13,7 @@ from torch import nn
 
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.generator import seeded
-from support.nets import reference
+from support.nets import TiedEnds, reference
 
 SAVED_BY = 4
 STEPS = 3
@@ -39,22 +39,12 @@ class Layer(nn.Module):
         self.history = list(state)  # type: ignore[call-overload]
 
 
-class Tied(nn.Module):
+class Tied(TiedEnds):
     """With tied weights, a frozen parameter, a buffer, extra state, and shapes that no number of ranks divides."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 5)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        super().__init__(5, (Layer() for _ in range(2)))
         self.layers[1].wide.requires_grad_(False)
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def make(seed: int = 0) -> Tied:

@@ -44,6 +44,13 @@ class Chain(nn.Module):
         return x
 
 
+class Encoder(Chain):
+    """With a method that computes as its forward does."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
 def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """One to shard and its plain twin; the same on every rank."""
     with seeded():
