@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcomm.copy.bound_copy import BoundCopy
+from shardcomm.copy.bound_copy import Executor
 from shardcomm.copy.plan import CopyPlan
 from shardcomm.layout.layout import Layout
 from shardcomm.layout.views import as_stored, check_shape
@@ -30,7 +30,7 @@ class FullGradients:
         # The length of each parameter that is stored as autograd leaves its gradient; -1 for the others.
         self._numels = [p.numel if p.shard_dim == 0 else -1 for p in layout.placements]
         self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
-        self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
+        self._packs: dict[tuple[torch.dtype, torch.dtype, bool], Executor] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         """`grads` as the copies read them.
@@ -106,10 +106,11 @@ class FullGradients:
                 flat.dtype,
                 () if add else self._layout.gaps(),
             )
+            # Without the BoundCopy, which would keep this `flat` alive.
             pack = self._packs[key] = plan.bind(
                 [None] * len(placements), [flat], threads=torch.get_num_threads()
-            )
+            ).core
         # Not by `set_sources`: `checked` has made its checks already, at a fraction of their cost.
-        pack.core.set_operands(addresses, [flat.data_ptr()])
+        pack.set_operands(addresses, [flat.data_ptr()])
         flag = 0 if nonfinite is None else nonfinite.data_ptr()
-        pack.core.run(scale, add, flag, stream)
+        pack.run(scale, add, flag, stream)

@@ -20,6 +20,7 @@ _ELEMENTWISE = {
     "aten::empty_like",
     "aten::fill_",
     "aten::full_like",
+    "aten::is_pinned",  # of all rows alike
     "aten::lift_fresh",
     "aten::masked_fill",
     "aten::masked_fill_",

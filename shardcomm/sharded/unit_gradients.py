@@ -25,6 +25,7 @@ from torch import nn
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.whole import Whole, awaiting
+from shardcomm.stream.streams import on_host
 from shardcomm.stream.work import DONE, Work
 
 
@@ -124,7 +125,8 @@ class UnitGradients:
         self._droppable = [
             bucket.gradients
             for bucket, _ in self._buckets
-            if bucket.offload is None and bucket.layout.world_size > 1
+            if bucket.offload is None
+            and (bucket.layout.world_size > 1 or not on_host(bucket.comm.device))
         ]
         self._params = [param for _, params in self._buckets for param in params]
         self.awaited: set[int] = set()
@@ -279,7 +281,8 @@ class UnitGradients:
     def drop(self) -> None:
         """Gives back the memory of gradients that no `.grad` shows.
 
-        Pinned memory and the gradients of whole units are kept, since to allocate as much again takes a CPU long.
+        Pinned memory is kept, since to allocate as much again takes long, and on a CPU so are the gradients of whole
+        units.
         """
         for gradients in self._droppable:
             gradients.drop()

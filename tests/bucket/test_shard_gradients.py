@@ -55,6 +55,23 @@ def test_a_gradient_that_was_dropped_starts_from_nothing_beside_one_that_is_adde
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_nobody_needs_any_more_are_freed(ranks: int) -> None:
+    """Those of the first reduce, too."""
+
+    def body(comm: Communicator) -> None:
+        bucket = bucket_of(comm)
+        bucket.reduce_scatter(ones())
+        first = weakref.ref(bucket.gradients.flat)
+        for shard in bucket.shards:
+            shard.grad = None
+        bucket.gradients.drop()
+        gc.collect()
+        assert first() is None
+
+    run_threads(body, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_flat_gradients_that_were_read_stay_where_they_are(ranks: int) -> None:
     def body(comm: Communicator) -> None:
         bucket = bucket_of(comm)

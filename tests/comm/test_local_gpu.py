@@ -139,6 +139,29 @@ def test_gathers_overlap_computation() -> None:
     assert all(share < 0.9 for share in run_threads(body, 2, device="cuda"))
 
 
+@pytest.mark.covers("training parity")
+@pytest.mark.parametrize("variant", ["", "checkpoint", "checkpoint-reentrant"])
+def test_a_rank_alone_trains_by_autograds_own_thread(variant: str) -> None:
+    """Autograd calls the engine's hooks, and recomputes checkpoints, in its thread of the GPU."""
+    expected = reference(make(variant), 1, optimizer_of=sgd_of).state_dict()
+    comm = Communicator.local_group(1, device="cuda")[0]
+    for name, value in train(comm, make(variant)).items():
+        if not name.endswith("calls"):
+            torch.testing.assert_close(value.cpu(), expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_gradients_of_a_rank_alone_take_no_memory_in_a_forward() -> None:
+    comm = Communicator.local_group(1, device="cuda")[0]
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    fully_shard(model, comm, units=torch.nn.Linear)
+    held: list[int] = []
+    model[-1].register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated()))
+    for _ in range(2):
+        model(torch.ones(1, 512, device=comm.device)).sum().backward()
+        model.zero_grad()
+    assert held[1] - held[0] < 512 * 512 * 4
+
+
 def test_backward_in_autograds_own_thread_is_refused() -> None:
     """Autograd has one thread for each GPU, where one rank's backward would wait for another's, behind it."""
     comms = Communicator.local_group(2, device="cuda", deadline_s=20)

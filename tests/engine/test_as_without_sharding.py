@@ -307,6 +307,17 @@ def test_a_copy_of_a_whole_parameter_may_have_any_memory() -> None:
     with_sharded(body, strategy="no_shard")
 
 
+def test_where_rows_are_may_be_asked() -> None:
+    """As accelerate and data loaders ask it. Without a GPU no memory is pinned."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            assert not any(t.is_pinned() for t in (p, p.grad, p.data))
+
+    with_sharded(body)
+
+
 def test_old_loops_that_detach_gradients_zero_them() -> None:
     """As optimizers of torch 1.0 did it, and tutorials still do."""
 
