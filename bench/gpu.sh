@@ -141,7 +141,7 @@ b() {
     done
     finish
     keep_nccl_log
-    step overhead 90 "$python" bench/overhead.py --device cuda --rounds 50 --json "$out/gpu_overhead.json" --check
+    step overhead 90 "$python" bench/overhead.py --device=cuda --rounds 50 --json "$out/gpu_overhead.json" --check
 }
 
 keep_nccl_log() { cat "$work"/nccl.* >"$out/nccl.txt" 2>/dev/null; }

@@ -5,8 +5,8 @@
 
 Between `<!-- bench: NAME -->` and `<!-- end -->` a page gets the table that bench/NAME.py printed on its last saved
 run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
-script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`). Without a saved result there
-is nothing in between.
+script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`), or its part (`gpu_engine
+alone`). Without a saved result there is nothing in between.
 `goals` is of all last results: how many of the bounds that `--check` holds each to were kept, and `missed goals` which
 were not.
 
@@ -31,6 +31,7 @@ BEGIN = "<!-- bench: "
 BLOCK = re.compile(
     rf"^({BEGIN}([^\n]+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)", re.DOTALL | re.MULTILINE
 )
+TOLD = ("--drop-in", "--device=fake", "--device=cuda", "alone", "offloaded", "threads")
 PEERS = {"C, window": "shm, window", "C": "shm", "gloo": "Gloo", "Open MPI": "Open MPI"}
 PANELS = ("all_gather", "reduce_scatter")
 # What the goals of a comparison are of, if not ratios to a peer.
@@ -54,7 +55,7 @@ def name_of(command: str) -> str:
     """What compared what: "compare_fsdp2 --drop-in" of "python bench/compare_fsdp2.py --drop-in --json x"."""
     words = command.split()
     script = next(word for word in words if word.endswith(".py"))
-    told = [word for word in words if word in ("--drop-in", "--device=fake")]
+    told = [word for word in words if word in TOLD]
     return " ".join([Path(script).stem, *told])
 
 
