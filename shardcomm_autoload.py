@@ -15,7 +15,7 @@ import torch.distributed as dist
 def register() -> None:
     """Registers the backend "shardcomm" with torch.distributed. The first group of it imports shardcomm."""
     if dist.is_available() and "shardcomm" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("shardcomm", _group, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("shardcomm", _group, devices=["cpu"])
         # So early that what a program registers comes before it, and may still use its groups.
         atexit.register(_leave)
 

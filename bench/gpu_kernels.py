@@ -328,7 +328,10 @@ def many_small(place: Place, rounds: int, report: Report) -> None:
 
 
 def host_time(place: Place, rounds: int, report: Report) -> None:
-    """How long the host is busy with one unit, the device working beside it; the peer is FSDP2's copies."""
+    """How long the host is busy with one unit, the device working beside it.
+
+    Beside it the copies that FSDP2 makes where it has peers.
+    """
     f32, bf16 = torch.float32, torch.bfloat16
     comm = Communicator.local_group(1, device=place.device)[0]
     shapes = blocks(place)["GPT-2"]

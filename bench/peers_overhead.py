@@ -4,7 +4,7 @@
           time. This rank is alone and believes in a second one.
     cuda  two processes, on a GPU each or on one. Each collective is let end before the next is timed. Beside it the
           same unit by torch's own process group, with the copies that PyTorch FSDP2 makes before and after its
-          collectives, and FSDP2's step.
+          collectives, and FSDP2's step; after ours, in the same processes.
 
 The unit is a GPT-2 block of width 768: 12 parameters, held in float32, gathered in bfloat16, reduced in bfloat16 and
 float32. A gather is `Bucket.all_gather` and its wait; a reduce is what the engine calls: pack, reduce and wait. Then a

@@ -53,7 +53,7 @@ Result = dict[str, Any]
 
 def name_of(command: str) -> str:
     """What compared what: "compare_fsdp2 --drop-in" of "python bench/compare_fsdp2.py --drop-in --json x"."""
-    words = command.split()
+    words = command.replace("--device ", "--device=").split()
     script = next(word for word in words if word.endswith(".py"))
     told = [word for word in words if word in TOLD]
     return " ".join([Path(script).stem, *told])

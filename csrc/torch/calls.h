@@ -235,9 +235,9 @@ class Calls {
     const at::ScalarType dtype = others.front().scalar_type();
     for (const Tensors* tensors : {&some, &others}) {
       for (const at::Tensor& tensor : *tensors) {
-        if (tensor.scalar_type() == dtype) continue;
-        refuse(name, ": there are tensors of ", dtype, " and of ", tensor.scalar_type(),
-               "; all must have one dtype");
+        if (tensor.scalar_type() == dtype && tensor.device().is_cpu()) continue;
+        refuse(name, ": there are tensors of ", dtype, " on cpu and of ", tensor.scalar_type(),
+               " on ", tensor.device(), "; all must have one dtype and be on the CPU");
       }
     }
   }

@@ -52,10 +52,6 @@ class Flat {
  private:
   static std::vector<at::Tensor> detached(std::vector<at::Tensor> tensors) {
     for (at::Tensor& tensor : tensors) {
-      TORCH_CHECK_VALUE(
-          tensor.device().is_cpu(), "a tensor is on ", tensor.device(),
-          ", and backend 'shardcomm' takes tensors of the CPU; for GPUs, too, name "
-          "the backend \"cpu:shardcomm,cuda:nccl\" in init_process_group or new_group");
       // A view of memory that was freed has an address all the same: its offset.
       TORCH_CHECK_VALUE(
           tensor.numel() == 0 || tensor.storage().data() != nullptr, "a tensor of shape ",
