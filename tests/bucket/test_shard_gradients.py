@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -69,6 +70,55 @@ def test_gradients_that_nobody_needs_any_more_are_freed(ranks: int) -> None:
         assert first() is None
 
     run_threads(body, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("drops", [False, True])
+def test_gradients_that_somebody_has_kept_stay_as_they_are_until_he_lets_go(
+    ranks: int, drops: bool
+) -> None:
+    """As an object, as a view, in NumPy, in another process's reach, or among the values of a graph."""
+
+    def in_graph(grad: torch.Tensor) -> object:
+        with plain():
+            weight = torch.ones(grad.shape, requires_grad=True)
+            return weight, grad * weight
+
+    for keep in (
+        lambda grad: grad,
+        lambda grad: grad.data.detach(),
+        lambda grad: torch.from_numpy(grad.detach().numpy()),
+        lambda grad: grad.detach().share_memory_(),
+        in_graph,
+    ):
+
+        def body(comm: Communicator, keep: Callable[[torch.Tensor], object] = keep) -> None:
+            bucket = bucket_of(comm)
+            bucket.reduce_scatter(ones())
+            first = weakref.ref(bucket.gradients.flat)
+            grad = bucket.shards[0].grad
+            assert grad is not None
+            kept: object = keep(grad)
+            del grad
+            for shard in bucket.shards:
+                shard.grad = None
+            if drops:
+                bucket.gradients.drop()
+            bucket.reduce_scatter(ones(3.0))
+            for shard in bucket.shards:
+                assert shard.grad is not None
+                assert shard.grad.eq(3.0).all()
+            if isinstance(kept, tuple):
+                weight, product = kept
+                product.sum().backward()
+                kept = weight.grad
+            assert isinstance(kept, torch.Tensor)
+            assert kept.eq(1.0).all()
+            del kept
+            gc.collect()
+            assert first() is None
+
+        run_threads(body, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
