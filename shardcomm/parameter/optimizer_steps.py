@@ -242,7 +242,9 @@ def _begin(
             if of.owned is Owned.PART or (of_whole and of.held is Held.ROWS):
                 of.refuse_matrices(type(optimizer).__name__)
             if of.held is Held.ELSEWHERE:
-                # Torch's get_optimizer_state_dict makes a step with zeros as gradients, which has no meaning here.
+                # The step must not see a gradient that a program has set here, as torch's get_optimizer_state_dict sets
+                # zeros. `.grad` shows it all the same, as on the owner.
+                of.grad_elsewhere = param.grad
                 with plain():
                     set_grad(param, None)
         # Ranks without rows do not hear of operations on rows, so that all ranks are told here that values change.

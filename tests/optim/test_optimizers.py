@@ -99,6 +99,23 @@ def test_adafactor_on_whole_parameters_is_exact() -> None:
             assert torch.equal(state[name], value), name
 
 
+def test_gradients_that_a_program_has_set_are_there_after_a_step_on_whole_parameters() -> None:
+    """On ranks that own none of the parameter, too, until they are zeroed."""
+
+    def body(comm: Communicator) -> None:
+        model = net()
+        fully_shard(model, comm, granularity="tensor")
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        for param in model.parameters():
+            param.grad = torch.full_like(param.detach(), 0.5)
+        optimizer.step()
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 def test_lbfgs_is_refused_wherever_a_rank_has_only_some_parameters(granularity: str) -> None:
     def body(comm: Communicator) -> None:
