@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from fsdp2_copies import GatherCopies
 from harness import Bound, Report, Times, arguments
 from padding import BLOCKS, specs
 from torch import Tensor
@@ -227,27 +228,16 @@ def gathers(place: Place, rounds: int, report: Report) -> None:
         numels = [math.prod(shape) for shape in shapes]
         parts = [n // RANKS for n in numels]
         shards = [place.random(n) for n in parts]
-        gather_input = torch.empty(sum(parts), dtype=bf16, device=place.device)
-        cast = torch.empty_like(gather_input)
-        gathered = place.random(RANKS * sum(parts), dtype=bf16)
-        full = [torch.empty(RANKS, n, dtype=bf16, device=place.device) for n in parts]
+        fsdp2 = GatherCopies(shards, RANKS, bf16)
+        fsdp2.gathered.copy_(place.random(RANKS * sum(parts)))
 
-        def fsdp2_copy_out() -> None:
-            torch.split_with_sizes_copy(gathered.view(RANKS, -1), parts, dim=1, out=full)  # noqa: B023
-
-        def fsdp2_gather() -> None:
-            casts = torch.split(cast, parts)  # noqa: B023
-            torch._foreach_copy_(casts, shards)  # noqa: B023
-            torch._foreach_copy_(torch.split(gather_input, parts), casts)  # noqa: B023
-            fsdp2_copy_out()
-
-        copied = [torch.empty_like(each) for each in full]
-        copy_out = CopyPlan.copy_out(parts, RANKS, bf16, bf16).bind([gathered], copied)
+        copied = [torch.empty_like(each) for each in fsdp2.full]
+        copy_out = CopyPlan.copy_out(parts, RANKS, bf16, bf16).bind([fsdp2.gathered], copied)
         copy_out.run()
-        fsdp2_gather()
-        for mine, peers in zip(copied, full, strict=True):
+        fsdp2.run()
+        for mine, peers in zip(copied, fsdp2.full, strict=True):
             require_equal("copy-out", mine, peers)
-        theirs, ours = contest(place, rounds, fsdp2_copy_out, copy_out.run)
+        theirs, ours = contest(place, rounds, fsdp2.copy_out, copy_out.run)
         result(report, f"{block}: copy-out, were it needed", ours, theirs, at_least=1.0)
 
         comm = Communicator.local_group(1, device=place.device)[0]
@@ -260,7 +250,7 @@ def gathers(place: Place, rounds: int, report: Report) -> None:
 
         our_gather()
         require_equal("gather", own_slice, shard.to(bf16))
-        theirs, ours = contest(place, rounds, fsdp2_gather, our_gather)
+        theirs, ours = contest(place, rounds, fsdp2.run, our_gather)
         result(report, f"{block}: gather's copies", ours, theirs, at_least=4.0)
 
 
@@ -342,15 +332,8 @@ def host_time(place: Place, rounds: int, report: Report) -> None:
     )
     grads = [place.random(*shape, dtype=bf16) for shape in shapes]
     flats = [shard.flatten() for shard in shards]
-    cast, narrow, gathered = (place.random(sum(numels), dtype=bf16) for _ in range(3))
-    full = [torch.empty(1, n, dtype=bf16, device=place.device) for n in numels]
     totals = [torch.zeros_like(flat) for flat in flats]
-
-    def fsdp2_gather() -> None:
-        casts = cast.split(numels)
-        torch._foreach_copy_(casts, flats)
-        torch._foreach_copy_(narrow.split(numels), casts)
-        torch.split_with_sizes_copy(gathered.view(1, -1), numels, dim=1, out=full)
+    fsdp2_gather = GatherCopies(flats, 1, bf16).run
 
     def fsdp2_reduce() -> None:
         chunks = torch.empty(1, sum(numels), dtype=bf16, device=place.device)

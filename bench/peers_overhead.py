@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp2_copies import GatherCopies
 from harness import Bound, Report, Times
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,22 +150,17 @@ def torchs(device: torch.device, calls: int, settle: Callable[[], object]) -> Sa
     world = dist.get_world_size()
     parts = [math.prod(shape) // world for shape in BLOCK.values()]
     shards = [torch.zeros(part, device=device) for part in parts]
-    full = [torch.empty(world, part, dtype=torch.bfloat16, device=device) for part in parts]
     grads = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in BLOCK.values()]
-    narrow = torch.empty(sum(parts), dtype=torch.bfloat16, device=device)
-    cast = torch.empty_like(narrow)
-    gathered = torch.empty(world * sum(parts), dtype=torch.bfloat16, device=device)
+    copies = GatherCopies(shards, world, torch.bfloat16)
     timed = Timed(settle, warm_up=min(calls, MOST_WARM_UP))
 
     def queue_gather() -> Any:
-        casts = cast.split(parts)
-        torch._foreach_copy_(casts, shards)
-        torch._foreach_copy_(narrow.split(parts), casts)
-        return dist.all_gather_into_tensor(gathered, narrow, async_op=True)
+        copies.copy_in()
+        return dist.all_gather_into_tensor(copies.gathered, copies.sent, async_op=True)
 
     def end_gather(work: Any) -> None:
         work.wait()
-        torch.split_with_sizes_copy(gathered.view(world, -1), parts, dim=1, out=full)
+        copies.copy_out()
 
     def queue_reduce(dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
         chunks = torch.empty(world, sum(parts), dtype=dtype, device=device)
