@@ -107,7 +107,7 @@ a() {
     build
     begin doctor 65 "$python" -m shardcomm doctor
     pytest kernels 90 $(kernel_tests)
-    pytest local 65 $(gpu_tests | grep -Ev 'copy|reduce|nonfinite|nccl|bench')
+    pytest local 65 $(gpu_tests | grep -Ev 'copy|reduce|nonfinite|nccl|bench|jax')
     # Not for a GPU alone: elsewhere these run on a machine of the tests' own.
     begin triton 150 "$python" -m pytest -v --maxfail 10 -p no:cacheprovider tests/copy/test_*_triton.py
     finish
@@ -134,6 +134,11 @@ b() {
         end
     fi
     pytest bench 100 tests/cli/test_bench.py
+    if "$python" -c 'import importlib.util; raise SystemExit(importlib.util.find_spec("jax") is None)'; then
+        pytest jax 110 tests/interop/test_jax.py
+    else
+        say "== jax: left out, there is no JAX here"
+    fi
     tests=$(sed -n 's/^def \(test_[a-z0-9_]*\).*/\1/p' tests/comm/test_nccl_gpu.py | grep -v smoke)
     for test in $tests; do
         pytest "${test#test_}" 70 "tests/comm/test_nccl_gpu.py::$test"

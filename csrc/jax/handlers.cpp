@@ -104,11 +104,16 @@ ffi::Error on_cpu(std::int64_t number, std::string_view operation, std::int32_t 
 }
 
 // Queues the collective on the stream on which XLA computes, and returns.
-ffi::Error on_cuda(void* cuda_stream, std::int64_t number, std::string_view operation,
-                   std::int32_t argument, ffi::Token, ffi::AnyBuffer send, ffi::Result<ffi::Token>,
-                   ffi::Result<ffi::AnyBuffer> recv) {
+ffi::Error on_cuda(void* cuda_stream, std::int32_t device, std::int64_t number,
+                   std::string_view operation, std::int32_t argument, ffi::Token,
+                   ffi::AnyBuffer send, ffi::Result<ffi::Token>, ffi::Result<ffi::AnyBuffer> recv) {
   const Group* group = find(number);
   if (group == nullptr) return invalid(kUnknown);
+  if (device != group->device) {
+    return invalid(std::string(operation) + ": this program runs on GPU " + std::to_string(device) +
+                   ", and the communicator is on GPU " + std::to_string(group->device) +
+                   "; let JAX compute there, by jax.default_device or CUDA_VISIBLE_DEVICES");
+  }
   shc_stream* borrowed = nullptr;
   if (shc_stream_borrow_cuda(group->device, cuda_stream, &borrowed) != SHC_OK) {
     return ffi::Error::Internal(shc_last_error_text());
@@ -141,6 +146,8 @@ extern "C" std::int64_t shardcomm_jax_add(shc_comm* comm, int size, int device) 
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shardcomm_jax_on_cpu, on_cpu,
                               ffi::Ffi::Bind().SHARDCOMM_JAX_OPERANDS);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    shardcomm_jax_on_cuda, on_cuda,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().SHARDCOMM_JAX_OPERANDS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shardcomm_jax_on_cuda, on_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .SHARDCOMM_JAX_OPERANDS);

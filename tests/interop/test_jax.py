@@ -1,11 +1,16 @@
-"""`shardcomm.jax`: results against NumPy, derivatives against differences, one order of calls, and refusals."""
+"""`shardcomm.jax`: results against NumPy, derivatives against differences, one order of calls, and refusals.
+
+On GPUs, one launch has all that ranks compute: JAX and NCCL take long to start.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from shardcomm import launch
 from shardcomm.interop.jax import library
 from shardcomm.jax import XlaCommunicator, all_gather, all_reduce, broadcast, reduce_scatter
 from support import interpreters
+from support.nccl_ranks import connect, take_gpu
 
 SUMMED = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 MOVED = (*SUMMED, "bool", "int8", "uint16", "uint32", "uint64", "complex64", "complex128")
@@ -30,12 +36,22 @@ REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "
 
 
 @contextmanager
-def group(deadline_s: float = 30.0) -> Iterator[XlaCommunicator]:
-    with (
-        shardcomm.Communicator.from_env(deadline_s=30) as ranks,
-        XlaCommunicator(ranks, deadline_s=deadline_s) as comm,
-    ):
+def group(transport: str = "shm") -> Iterator[XlaCommunicator]:
+    if transport == "shm":
+        ranks = shardcomm.Communicator.from_env(deadline_s=30)
+    else:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # ranks may share a GPU
+        alone = os.environ["WORLD_SIZE"] == "1"
+        local_group = shardcomm.Communicator.local_group
+        ranks = local_group(1, device=take_gpu())[0] if alone else connect()
+    with ranks, XlaCommunicator(ranks, deadline_s=30.0) as comm:
         yield comm
+
+
+def in_group(check: Callable[..., None], *args: object, transport: str = "shm") -> None:
+    """A rank of `launch` that calls `check(comm, *args)`."""
+    with group(transport) as comm:
+        check(comm, *args)
 
 
 def of_ranks(seed: int, ranks: int, *shape: int, dtype: str = "float64") -> np.ndarray:
@@ -44,231 +60,252 @@ def of_ranks(seed: int, ranks: int, *shape: int, dtype: str = "float64") -> np.n
     return values.astype(jnp.dtype(dtype))
 
 
-def collectives_against_numpy(seed: int) -> None:
+def collectives_against_numpy(comm: XlaCommunicator, seed: int) -> None:
     jax.config.update("jax_enable_x64", True)
-    with group() as comm:
-        for turn, dtype in enumerate(MOVED):
-            everybody = of_ranks(seed + turn, comm.size, comm.size * 3, 2, dtype=dtype)
-            mine = everybody[comm.rank]
-            gathered = jax.jit(all_gather, static_argnums=1)(mine, comm)
-            assert gathered.dtype == mine.dtype
-            assert np.array_equal(gathered, everybody.reshape(-1, 2)), dtype
-            assert np.array_equal(broadcast(mine, comm, root=comm.size - 1), everybody[-1]), dtype
-            if dtype not in SUMMED:
-                continue
-            part = slice(comm.rank * 3, comm.rank * 3 + 3)
-            for op, reduce in REDUCED.items():
-                expected = reduce(everybody.astype(np.float64), axis=0).astype(mine.dtype)
-                summed = jax.jit(all_reduce, static_argnums=(1, 2))(mine, comm, op)
-                assert np.array_equal(summed, expected)
-                scattered = jax.jit(reduce_scatter, static_argnums=(1, 2))(mine, comm, op)
-                assert np.array_equal(scattered, expected[part])
-        mean = of_ranks(seed, comm.size, 6).mean(0)
-        assert np.allclose(all_reduce(of_ranks(seed, comm.size, 6)[comm.rank], comm, "avg"), mean)
-        assert all_gather(jnp.zeros((0, 3)), comm).shape == (0, 3)
-        assert all_gather(7 * np.ones(1, np.float32), comm).tolist() == [7.0] * comm.size
+    for turn, dtype in enumerate(MOVED):
+        everybody = of_ranks(seed + turn, comm.size, comm.size * 3, 2, dtype=dtype)
+        mine = everybody[comm.rank]
+        gathered = jax.jit(all_gather, static_argnums=1)(mine, comm)
+        assert gathered.dtype == mine.dtype
+        assert np.array_equal(gathered, everybody.reshape(-1, 2)), dtype
+        assert np.array_equal(broadcast(mine, comm, root=comm.size - 1), everybody[-1]), dtype
+        if dtype not in SUMMED:
+            continue
+        part = slice(comm.rank * 3, comm.rank * 3 + 3)
+        for op, reduce in REDUCED.items():
+            expected = reduce(everybody.astype(np.float64), axis=0).astype(mine.dtype)
+            summed = jax.jit(all_reduce, static_argnums=(1, 2))(mine, comm, op)
+            assert np.array_equal(summed, expected)
+            scattered = jax.jit(reduce_scatter, static_argnums=(1, 2))(mine, comm, op)
+            assert np.array_equal(scattered, expected[part])
+    mean = of_ranks(seed, comm.size, 6).mean(0)
+    assert np.allclose(all_reduce(of_ranks(seed, comm.size, 6)[comm.rank], comm, "avg"), mean)
+    assert all_gather(jnp.zeros((0, 3)), comm).shape == (0, 3)
+    assert all_gather(7 * np.ones(1, np.float32), comm).tolist() == [7.0] * comm.size
 
 
 @pytest.mark.slow
 def test_results_are_numpys_in_every_dtype(seed: int) -> None:
-    launch(collectives_against_numpy, 3, (seed,), timeout_s=60)
+    launch(in_group, 3, (collectives_against_numpy, seed), timeout_s=60)
 
 
-def many_at_once(seed: int, runs: int) -> None:
+def many_at_once(comm: XlaCommunicator, seed: int, runs: int) -> None:
     """Collectives of which none needs another's result, in programs that differ between ranks in what is around them.
 
     Without an order, XLA begins with what the first result needs.
     """
-    with group() as comm:
 
-        @jax.jit
-        def many(x: Any) -> list[Any]:
-            results = []
-            for turn in range(16):
-                y = x + turn
-                for _ in range(turn * (comm.rank + 1) % 5):
-                    y = y + 0 * jnp.sin(y).sum()
-                match turn % 4:
-                    case 0 | 1:
-                        results.append(all_gather(y, comm))
-                    case 2:
-                        results.append(reduce_scatter(jnp.tile(y, comm.size), comm))
-                    case 3:
-                        results.append(all_reduce(y, comm, "max"))
-            return results if comm.rank % 2 == 0 else results[::-1]
+    @jax.jit
+    def many(x: Any) -> list[Any]:
+        results = []
+        for turn in range(16):
+            y = x + turn
+            for _ in range(turn * (comm.rank + 1) % 5):
+                y = y + 0 * jnp.sin(y).sum()
+            match turn % 4:
+                case 0 | 1:
+                    results.append(all_gather(y, comm))
+                case 2:
+                    results.append(reduce_scatter(jnp.tile(y, comm.size), comm))
+                case 3:
+                    results.append(all_reduce(y, comm, "max"))
+        return results if comm.rank % 2 == 0 else results[::-1]
 
-        everybody = of_ranks(seed, comm.size, 16, dtype="float32")
-        for run in range(runs):
-            results = many(everybody[comm.rank] + run)
-        for turn, result in enumerate(results if comm.rank % 2 == 0 else results[::-1]):
-            last = everybody + (run + turn)
-            expected = (last.reshape(-1), last.reshape(-1), last.sum(0), last.max(0))[turn % 4]
-            assert np.array_equal(result, expected), turn
+    everybody = of_ranks(seed, comm.size, 16, dtype="float32")
+    for run in range(runs):
+        results = many(everybody[comm.rank] + run)
+    for turn, result in enumerate(results if comm.rank % 2 == 0 else results[::-1]):
+        last = everybody + (run + turn)
+        expected = (last.reshape(-1), last.reshape(-1), last.sum(0), last.max(0))[turn % 4]
+        assert np.array_equal(result, expected), turn
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_call_in_one_order_whatever_xla_starts_first(ranks: int, seed: int) -> None:
-    launch(many_at_once, ranks, (seed, 1000), timeout_s=120)
+    launch(in_group, ranks, (many_at_once, seed, 1000), timeout_s=120)
 
 
-def order_through_programs_and_control_flow() -> None:
-    with group() as comm:
+def order_through_programs_and_control_flow(comm: XlaCommunicator) -> None:
 
-        def turn(carry: Any, x: Any) -> tuple[Any, Any]:
-            both = all_gather(x, comm).sum() + all_reduce(x, comm).sum()
-            return carry + 1, jax.lax.cond(
-                carry % 2 == 0, lambda: both, lambda: broadcast(both, comm, 1)
-            )
-
-        inner = jax.jit(lambda x: all_reduce(2 * x, comm))
-        program = jax.jit(
-            lambda xs: (jax.lax.scan(turn, 0, xs)[1], inner(xs), all_gather(xs, comm))
+    def turn(carry: Any, x: Any) -> tuple[Any, Any]:
+        both = all_gather(x, comm).sum() + all_reduce(x, comm).sum()
+        return carry + 1, jax.lax.cond(
+            carry % 2 == 0, lambda: both, lambda: broadcast(both, comm, 1)
         )
-        xs = jnp.arange(4.0).reshape(4, 1) + comm.rank
-        started = [program(xs * n) for n in range(20)]  # nobody waits in between
-        for n, (sums, doubled, whole) in enumerate(started):
-            assert sums.tolist() == [2 * n * (2 * k + 1) for k in range(4)]
-            assert doubled.ravel().tolist() == [2 * n * (2 * k + 1) for k in range(4)]
-            assert whole.shape == (8, 1)
+
+    inner = jax.jit(lambda x: all_reduce(2 * x, comm))
+    program = jax.jit(lambda xs: (jax.lax.scan(turn, 0, xs)[1], inner(xs), all_gather(xs, comm)))
+    xs = jnp.arange(4.0).reshape(4, 1) + comm.rank
+    started = [program(xs * n) for n in range(20)]  # nobody waits in between
+    for n, (sums, doubled, whole) in enumerate(started):
+        assert sums.tolist() == [2 * n * (2 * k + 1) for k in range(4)]
+        assert doubled.ravel().tolist() == [2 * n * (2 * k + 1) for k in range(4)]
+        assert whole.shape == (8, 1)
 
 
 def test_the_order_holds_through_control_flow_and_between_programs() -> None:
-    launch(order_through_programs_and_control_flow, 2, timeout_s=60)
+    launch(in_group, 2, (order_through_programs_and_control_flow,), timeout_s=60)
 
 
-def derivatives(seed: int) -> None:
+def derivatives(comm: XlaCommunicator, seed: int) -> None:
     """A function of x whose input and output are the same on all ranks, as `check_grads` has to see it.
 
     The average at its begin makes the derivative by x, which JAX takes on each rank, that of all ranks together.
     """
     jax.config.update("jax_enable_x64", True)
-    with group() as comm:
-        weights = jnp.asarray(np.random.default_rng(seed).normal(size=(comm.size, 6, 2)))[comm.rank]
-        x = jnp.asarray(np.random.default_rng(seed + 1).normal(size=(6, 2)))
+    weights = jnp.asarray(np.random.default_rng(seed).normal(size=(comm.size, 6, 2)))[comm.rank]
+    x = jnp.asarray(np.random.default_rng(seed + 1).normal(size=(6, 2)))
 
-        def entered(x: Any) -> Any:
-            return jnp.sin(all_reduce(x, comm, "avg"))
+    def entered(x: Any) -> Any:
+        return jnp.sin(all_reduce(x, comm, "avg"))
 
-        def of_gather(x: Any) -> Any:
-            return jnp.cos(all_gather(entered(x)[comm.rank :][:2] * weights[:2], comm))
+    def of_gather(x: Any) -> Any:
+        return jnp.cos(all_gather(entered(x)[comm.rank :][:2] * weights[:2], comm))
 
-        def of_reduce_scatter(x: Any) -> Any:
-            parts = [reduce_scatter(entered(x) * weights, comm, op) for op in ("sum", "avg")]
-            return all_gather(jnp.sin(parts[0] * parts[1]), comm)
+    def of_reduce_scatter(x: Any) -> Any:
+        parts = [reduce_scatter(entered(x) * weights, comm, op) for op in ("sum", "avg")]
+        return all_gather(jnp.sin(parts[0] * parts[1]), comm)
 
-        def of_all_reduce(x: Any) -> Any:
-            return jnp.sin(all_reduce(jnp.exp(entered(x)) * weights, comm))
+    def of_all_reduce(x: Any) -> Any:
+        return jnp.sin(all_reduce(jnp.exp(entered(x)) * weights, comm))
 
-        def of_broadcast(x: Any) -> Any:
-            return jnp.sin(broadcast(entered(x) * weights, comm, root=1))
+    def of_broadcast(x: Any) -> Any:
+        return jnp.sin(broadcast(entered(x) * weights, comm, root=1))
 
-        def layered(x: Any) -> Any:
-            return jax.lax.scan(
-                jax.checkpoint(lambda carry, w: (jnp.sin(of_gather(x * w).sum() * carry), None)),
-                1.0,
-                jnp.arange(1.0, 4.0),
-            )[0]
+    def layered(x: Any) -> Any:
+        return jax.lax.scan(
+            jax.checkpoint(lambda carry, w: (jnp.sin(of_gather(x * w).sum() * carry), None)),
+            1.0,
+            jnp.arange(1.0, 4.0),
+        )[0]
 
-        for function in (of_gather, of_reduce_scatter, of_all_reduce, of_broadcast, layered):
-            order = 2 if function in (of_gather, of_broadcast) else 1
-            # Where the derivative is steep, differences are off by some 1e-5 of it.
-            check_grads(jax.jit(function), (x,), order, ["fwd", "rev"], atol=1e-3, rtol=1e-3)
+    for function in (of_gather, of_reduce_scatter, of_all_reduce, of_broadcast, layered):
+        order = 2 if function in (of_gather, of_broadcast) else 1
+        # Where the derivative is steep, differences are off by some 1e-5 of it.
+        check_grads(jax.jit(function), (x,), order, ["fwd", "rev"], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_derivatives_are_those_that_differences_show(seed: int) -> None:
-    launch(derivatives, 2, (seed,), timeout_s=120)
+    launch(in_group, 2, (derivatives, seed), timeout_s=120)
 
 
-def batched(seed: int) -> None:
+def batched(comm: XlaCommunicator, seed: int) -> None:
     jax.config.update("jax_enable_x64", True)
-    with group() as comm:
-        of_all = of_ranks(seed, comm.size, 2, 3)  # a batch of 2
-        whole = of_all.swapaxes(0, 1)
-        mine = of_all[comm.rank]
+    of_all = of_ranks(seed, comm.size, 2, 3)  # a batch of 2
+    whole = of_all.swapaxes(0, 1)
+    mine = of_all[comm.rank]
 
-        def collectives(x: Any) -> Any:
-            parts = jnp.repeat(x, comm.size, axis=0)
-            return (
-                all_gather(x, comm),
-                all_reduce(x, comm, "max"),
-                broadcast(x, comm, 1),
-                reduce_scatter(parts, comm),
-            )
+    def collectives(x: Any) -> Any:
+        parts = jnp.repeat(x, comm.size, axis=0)
+        return (
+            all_gather(x, comm),
+            all_reduce(x, comm, "max"),
+            broadcast(x, comm, 1),
+            reduce_scatter(parts, comm),
+        )
 
-        for dim in (0, 1):
-            results = jax.jit(jax.vmap(collectives, dim))(mine if dim == 0 else mine.T)
-            assert np.array_equal(results[0], whole.reshape(2, -1))
-            assert np.array_equal(results[1], whole.max(1))
-            assert np.array_equal(results[2], whole[:, 1])
-            rows = np.repeat(whole.sum(1), comm.size, axis=1).reshape(2, comm.size, 3)
-            assert np.array_equal(results[3], rows[:, comm.rank])
+    for dim in (0, 1):
+        results = jax.jit(jax.vmap(collectives, dim))(mine if dim == 0 else mine.T)
+        assert np.array_equal(results[0], whole.reshape(2, -1))
+        assert np.array_equal(results[1], whole.max(1))
+        assert np.array_equal(results[2], whole[:, 1])
+        rows = np.repeat(whole.sum(1), comm.size, axis=1).reshape(2, comm.size, 3)
+        assert np.array_equal(results[3], rows[:, comm.rank])
 
-        # The sum over ranks of (weights of all ranks * x).sum(), where x is the same on all ranks.
-        examples = of_ranks(seed + 1, 4, 3 * comm.size)
-        loss = jax.grad(lambda shard, x: (all_gather(shard, comm) * x).sum())
-        of_each = jax.jit(jax.vmap(loss, (None, 0)))(mine[0], examples)
-        own = slice(3 * comm.rank, 3 * comm.rank + 3)
-        assert np.array_equal(of_each, comm.size * examples[:, own])
+    # The sum over ranks of (weights of all ranks * x).sum(), where x is the same on all ranks.
+    examples = of_ranks(seed + 1, 4, 3 * comm.size)
+    loss = jax.grad(lambda shard, x: (all_gather(shard, comm) * x).sum())
+    of_each = jax.jit(jax.vmap(loss, (None, 0)))(mine[0], examples)
+    own = slice(3 * comm.rank, 3 * comm.rank + 3)
+    assert np.array_equal(of_each, comm.size * examples[:, own])
 
-        squares = jax.hessian(lambda x: (all_reduce(x, comm, "avg") ** 3).sum())(jnp.ones(2))
-        assert np.array_equal(squares, np.diag([6.0, 6.0]))
+    squares = jax.hessian(lambda x: (all_reduce(x, comm, "avg") ** 3).sum())(jnp.ones(2))
+    assert np.array_equal(squares, np.diag([6.0, 6.0]))
 
 
 def test_vmap_makes_one_call_of_the_batch(seed: int) -> None:
-    launch(batched, 2, (seed,), timeout_s=60)
+    launch(in_group, 2, (batched, seed), timeout_s=60)
 
 
-def compiled_ahead() -> None:
-    with group() as comm:
-        x = jnp.arange(3.0) * (comm.rank + 1)
-        compiled = jax.jit(lambda x: all_reduce(x, comm)).lower(x).compile()
-        for n in range(1, 4):
-            assert compiled(n * x).tolist() == [0, 3 * n, 6 * n]
+def compiled_ahead(comm: XlaCommunicator) -> None:
+    x = jnp.arange(3.0) * (comm.rank + 1)
+    compiled = jax.jit(lambda x: all_reduce(x, comm)).lower(x).compile()
+    for n in range(1, 4):
+        assert compiled(n * x).tolist() == [0, 3 * n, 6 * n]
 
 
 def test_a_program_compiled_ahead_of_time_runs() -> None:
-    launch(compiled_ahead, 2, timeout_s=60)
+    launch(in_group, 2, (compiled_ahead,), timeout_s=60)
 
 
 def gathers_of(jaxpr: Any) -> int:
     return str(jaxpr).count("all_gather[")
 
 
-def checkpointed_layers() -> None:
-    with group() as comm:
-        x = jnp.arange(4.0)
+def checkpointed_layers(comm: XlaCommunicator) -> None:
+    x = jnp.arange(4.0)
 
-        def layer(w: Any) -> Any:
-            return jnp.sin(all_gather(w, comm)).sum()
+    def layer(w: Any) -> Any:
+        return jnp.sin(all_gather(w, comm)).sum()
 
-        saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
-        programs = [jax.grad(each) for each in (layer, jax.checkpoint(layer), saving)]
-        counts = [gathers_of(jax.make_jaxpr(program)(x)) for program in programs]
-        assert counts == [1, 2, 1]
-        first, *others = [jax.jit(program)(x) for program in programs]
-        assert all(np.array_equal(first, other) for other in others)
+    saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+    programs = [jax.grad(each) for each in (layer, jax.checkpoint(layer), saving)]
+    counts = [gathers_of(jax.make_jaxpr(program)(x)) for program in programs]
+    assert counts == [1, 2, 1]
+    first, *others = [jax.jit(program)(x) for program in programs]
+    assert all(np.array_equal(first, other) for other in others)
 
 
 def test_a_checkpointed_layer_is_gathered_again_in_backward() -> None:
-    launch(checkpointed_layers, 2, timeout_s=60)
+    launch(in_group, 2, (checkpointed_layers,), timeout_s=60)
 
 
-def donated() -> None:
-    with group() as comm:
-        for collective in (all_reduce, broadcast):
-            x = jnp.ones(1024) * (comm.rank + 1)
-            kept = jax.jit(lambda x: collective(x, comm))(x)  # noqa: B023
-            assert x.tolist() == [comm.rank + 1.0] * 1024
-            address = x.unsafe_buffer_pointer()
-            result = jax.jit(lambda x: collective(x, comm), donate_argnums=0)(x)  # noqa: B023
-            assert result.unsafe_buffer_pointer() == address
-            assert np.array_equal(result, kept)
+def donated(comm: XlaCommunicator) -> None:
+    for collective in (all_reduce, broadcast):
+        x = jnp.ones(1024) * (comm.rank + 1)
+        kept = jax.jit(lambda x: collective(x, comm))(x)  # noqa: B023
+        assert x.tolist() == [comm.rank + 1.0] * 1024
+        address = x.unsafe_buffer_pointer()
+        result = jax.jit(lambda x: collective(x, comm), donate_argnums=0)(x)  # noqa: B023
+        assert result.unsafe_buffer_pointer() == address
+        assert np.array_equal(result, kept)
 
 
 def test_a_donated_array_is_reduced_in_place_and_another_is_not_touched() -> None:
-    launch(donated, 2, timeout_s=60)
+    launch(in_group, 2, (donated,), timeout_s=60)
+
+
+def on_another_gpu(comm: XlaCommunicator) -> None:
+    """As where all ranks let JAX compute on the first GPU."""
+    ours = comm.number
+    comm.number = comm._library.add(comm._handle, comm.size, 1)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=r"runs on GPU 0, and the communicator is on GPU 1; let JAX",
+    ):
+        jax.jit(lambda x: all_reduce(x, comm))(jnp.ones(2)).block_until_ready()
+    comm.number = ours
+
+
+def all_on_gpus(comm: XlaCommunicator, seed: int) -> None:
+    collectives_against_numpy(comm, seed)
+    donated(comm)
+    if comm.size > 1:
+        many_at_once(comm, seed, 100)
+        order_through_programs_and_control_flow(comm)
+        derivatives(comm, seed)
+        batched(comm, seed)
+        compiled_ahead(comm)
+        checkpointed_layers(comm)
+    on_another_gpu(comm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_collectives_on_gpus_over_nccl(ranks: int, seed: int) -> None:
+    launch(partial(in_group, transport="nccl"), ranks, (all_on_gpus, seed), timeout_s=100)
 
 
 @pytest.fixture(scope="module")
@@ -350,14 +387,11 @@ def test_what_cannot_be_is_refused_by_a_sentence(case: str, alone: XlaCommunicat
 
 
 def test_the_first_axis_of_a_reduce_scatter_is_a_multiple_of_the_ranks() -> None:
-    launch(refused_parts, 2, timeout_s=60)
+    launch(in_group, 2, (refused_parts,), timeout_s=60)
 
 
-def refused_parts() -> None:
-    with (
-        group() as comm,
-        pytest.raises(ValueError, match=r"shape \(3,\); the first axis must be a"),
-    ):
+def refused_parts(comm: XlaCommunicator) -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\); the first axis must be a"):
         reduce_scatter(jnp.ones(3), comm)
 
 

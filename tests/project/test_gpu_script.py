@@ -116,6 +116,13 @@ def test_the_stages_run_every_file_with_gpu_tests(machine: Path) -> None:
     assert set(re.findall(r"test_\w+\.py", printed)) >= set(marked)
 
 
+def test_without_jax_its_tests_are_left_out(machine: Path) -> None:
+    status, printed, _ = run(machine, "b", "find_spec(.jax.)")
+    assert status == 0, printed
+    assert "test_jax.py" not in printed
+    assert "jax: left out" in printed
+
+
 def test_a_wrong_call_is_answered_with_the_usage(machine: Path) -> None:
     done = subprocess.run(
         [ROOT / "bench/gpu.sh", "d", machine], capture_output=True, text=True, check=False

@@ -44,7 +44,8 @@ class XlaCommunicator:
         """Connects this rank with the others.
 
         Args:
-            comm: The ranks, each a process: a communicator over `shm` (for JAX on CPUs) or `nccl` (for JAX on GPUs).
+            comm: The ranks, each a process: a communicator over `shm` (for JAX on CPUs) or `nccl` (for JAX on the GPU
+                `comm.device`), or of one rank.
             deadline_s: How long a rank waits for another one in a collective, in seconds; the same on all ranks.
 
         Raises:
@@ -55,8 +56,9 @@ class XlaCommunicator:
         """
         check_type("shardcomm.jax.XlaCommunicator", "comm", comm, Communicator, "a Communicator")
         check_seconds("shardcomm.jax.XlaCommunicator", "deadline_s", deadline_s)
-        alone = comm.size == 1 and comm.device.type == "cpu"
-        self._transport = "shm" if alone else comm.transport
+        self._transport = comm.transport
+        if comm.size == 1:  # over 'local', which the C library does not connect
+            self._transport = "nccl" if comm.device.type == "cuda" else "shm"
         if self._transport not in _TRANSPORTS:
             raise ValueError(
                 f"shardcomm.jax.XlaCommunicator: comm is over {comm.transport!r}; accepted: 'shm' (processes of one "
