@@ -209,7 +209,8 @@ class Communicator(ABC):
                 program may have made long for a rank that is late.
             transport: As in `from_env`. "c10d" runs the collectives through two new groups of the same ranks and
                 backend; "local" is for ranks that are threads of one process.
-            device: As in `from_env`. None: the current GPU for a group of the backend "nccl", else the CPU.
+            device: As in `from_env`. None: the current GPU for transport "nccl", and for a group that sends GPUs'
+                tensors through NCCL unless the transport is one for CPUs; else the CPU.
             cta_policy: As in `from_env`.
             sums: As in `from_env`.
 

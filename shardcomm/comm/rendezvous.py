@@ -168,7 +168,9 @@ def from_process_group(
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     if device is None:
-        device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
+        for_cpus = transport in ("shm", "hosts")
+        on_gpus = transport == "nccl" or (not for_cpus and _sends_by_nccl(group))
+        device = "cuda" if on_gpus else "cpu"
     where = (
         _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
@@ -196,6 +198,12 @@ def from_process_group(
         return gathers, reduces
 
     return choose_transport(exchange, transport, where, groups, cta_policy, sums)
+
+
+def _sends_by_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL sends the group's tensors of GPUs, as it does beside Gloo where no backend was asked for."""
+    dist.get_backend(group)  # for a group that torch does not know it raises a sentence, unlike the next
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def _any_device(device: torch.device | str) -> torch.device:

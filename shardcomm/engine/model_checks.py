@@ -41,6 +41,22 @@ def check_modules(model: nn.Module, device: torch.device) -> None:
             )
 
 
+def check_devices(units: Sequence[UnitParams], device: torch.device) -> None:
+    """Looks for parameters on a GPU, where the ranks compute on CPUs: they would silently go there.
+
+    Raises:
+        ValueError: There are such parameters.
+    """
+    for owned in (owned for unit in units for owned in unit.params):
+        found = local(owned.param).device
+        if found.type not in (device.type, "cpu", "meta"):
+            raise ValueError(
+                f"parameter {owned.name!r} is on {found}, and the ranks compute on {device}; connect them with "
+                f"device={found.type!r}, as by Communicator.from_env(device={found.type!r}), or move the model to "
+                f"{device}"
+            )
+
+
 def check_separate_memory(units: Sequence[UnitParams]) -> None:
     """Looks for parameters that have memory in common with another one, or with a buffer: they would drift apart.
 

@@ -19,7 +19,7 @@ from shardcomm.engine.engine import Engine
 from shardcomm.engine.fsdp2_names import told_arguments
 from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
-from shardcomm.engine.model_checks import check_modules, check_separate_memory
+from shardcomm.engine.model_checks import check_devices, check_modules, check_separate_memory
 from shardcomm.engine.shard_units import shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
 from shardcomm.parameter import backward_inputs, collectives, optimizer_steps
@@ -195,6 +195,7 @@ def fully_shard(
     call.together = FailingTogether([*pool_of])
     with call.told_to_all():
         check_modules(model, main.device)
+        check_devices(found, main.device)
         inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
         pools = [pool_of[mesh] for mesh in meshes]
         grouped = group_units(found, policies, pools, granularity, shard_dim, owner_cost)

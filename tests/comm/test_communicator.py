@@ -323,6 +323,30 @@ def test_communicators_live_side_by_side() -> None:
     launch(several_communicators, 2, timeout_s=60)
 
 
+def of_a_group_with_nccl(config: str) -> None:
+    dist.init_process_group("gloo")
+    dist.get_backend_config = lambda _: config  # as torch made it without a backend's name on a GPU
+    with pytest.raises(_C.CudaError, match="device is cuda"):
+        Communicator.from_process_group()
+    for options in ({"device": "cpu"}, {"transport": "shm"}):
+        with Communicator.from_process_group(**options) as comm:  # type: ignore[arg-type]
+            assert comm.device.type == "cpu"
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(_C.cuda_status().available, reason="there is a GPU here")
+@pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_that_has_nccl_is_of_the_gpu_unless_another_device_is_asked_for(
+    config: str,
+) -> None:
+    launch(of_a_group_with_nccl, 1, (config,), timeout_s=60)
+
+
+def test_a_group_that_torch_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not initialized in the world group map"):
+        Communicator.from_process_group(dist.ProcessGroup(dist.HashStore(), 0, 1))
+
+
 def wait_as_long_as_the_group() -> None:
     dist.init_process_group("gloo")
     group = dist.new_group(timeout=timedelta(seconds=2))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardcomm import Communicator, fully_shard
 from support.thread_ranks import run_threads
@@ -388,6 +389,18 @@ def test_a_lazy_module_is_called_before_it_is_sharded() -> None:
             fully_shard(nn.Sequential(nn.LazyLinear(WIDTH)), comm)
 
     run_threads(body, 2)
+
+
+def test_a_model_on_a_gpu_is_refused_where_the_ranks_compute_on_cpus() -> None:
+    """It would train on the CPU, and nobody would be told."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with FakeTensorMode():
+        model[1].bias = nn.Parameter(torch.empty(2, device="cuda"))
+    with pytest.raises(
+        ValueError,
+        match=r"fully_shard: parameter '1.bias' is on cuda:0, and the ranks compute on cpu",
+    ):
+        fully_shard(model, Communicator.local_group(1)[0])
 
 
 def test_embedding_with_max_norm_is_refused() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardcomm import CommError, RankError, backend, launch
+from shardcomm import CommError, Communicator, RankError, backend, launch
 from shardcomm.comm import introduction
 from support.nccl_ranks import take_gpu
 
@@ -253,6 +253,9 @@ def a_group_beside_nccls() -> None:
     for tensor in (x, y):
         dist.all_reduce(tensor, group=group)
         assert tensor.tolist() == [2.0] * 3
+    for transport, found in (("auto", device), ("shm", torch.device("cpu"))):
+        with Communicator.from_process_group(group, transport=transport) as comm:
+            assert comm.device == found
     dist.destroy_process_group()
 
 
