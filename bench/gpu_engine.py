@@ -3,7 +3,8 @@
 GPT of 24 blocks, width 1024, 512 tokens x batch 4, parameters gathered in bfloat16, gradients reduced in float32, fused
 AdamW; initialised on the device, by one seed for all contenders. Three parts, which can be named (default: all):
 
-- alone: world size 1, where FSDP2 skips its collectives, and so does the engine.
+- alone: world size 1, where FSDP2 skips its collectives, and so does the engine. Then also 6 blocks of width 4096,
+  2048 tokens x batch 2, which keep the GPU busy for longer than the host.
 - offloaded: the same with shards, gradients and optimizer state in host memory (`cpu_offload=True` against FSDP2's
   `CPUOffloadPolicy()`): what the device holds, and how long a step takes with the copies, and AdamW on the CPU.
 - threads: 4 ranks, the `local` transport against torch's threaded process group, all on one device; there FSDP2 also
@@ -276,8 +277,12 @@ def one_rank(size: Size, device: torch.device, *, cpu_offload: bool) -> dict[str
 
 
 def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None:
+    sizes = {"alone": size}
+    if device.type == "cuda":
+        sizes["alone, wide"] = Size(width=4096, layers=6, context=2048, batch=2)
     with one_rank_group(device):
-        measure(one_rank(size, device, cpu_offload=False), device, rounds, report, "alone")
+        for label, its in sizes.items():
+            measure(one_rank(its, device, cpu_offload=False), device, rounds, report, label)
 
 
 def offloaded(size: Size, device: torch.device, rounds: int, report: Report) -> None:
@@ -335,7 +340,7 @@ def as_threads(size: Size, device: torch.device, rounds: int, report: Report) ->
             ),
         )
     try:
-        measure(contenders, device, rounds, report, f"{ranks} thread ranks")
+        measure(contenders, device, max(1, rounds // 3), report, f"{ranks} thread ranks")
         for name, level in DROP_IN.items():
             trainer = contenders[name].trainers[0]
             assert trainer is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -97,11 +98,30 @@ class Report:
     def as_json(self, title: str) -> dict[str, object]:
         return {
             **provenance(" ".join(["python", *sys.argv])),
+            "commit": commit(),
             "title": title,
             "table": [list(self.columns), *self.rows],
             "figures": self.figures,
             "bounds": [asdict(bound) | {"holds": bound.holds} for bound in self.bounds],
         }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" if files differ from it; None if there is none, as in an archive."""
+    git = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=10",
+    ]
+    try:
+        ended = subprocess.run(git, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return ended.stdout.strip() or None
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

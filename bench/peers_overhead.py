@@ -2,9 +2,9 @@
 
     fake  the CUDA runtime and the NCCL that tests/cpp/cuda plays, which execute nothing and return at once: our own
           time. This rank is alone and believes in a second one.
-    cuda  two processes, on a GPU each or on one. Each collective is let end before the next is timed. Beside it the
-          same unit by torch's own process group, with the copies that PyTorch FSDP2 makes before and after its
-          collectives, and FSDP2's step; after ours, in the same processes.
+    cuda  two processes, on a GPU each or on one. Each collective is let end before the next is timed. In the same
+          rounds the same unit by torch's own process group, with the copies that PyTorch FSDP2 makes before and after
+          its collectives, and FSDP2's step.
 
 The unit is a GPT-2 block of width 768: 12 parameters, held in float32, gathered in bfloat16, reduced in bfloat16 and
 float32. A gather is `Bucket.all_gather` and its wait; a reduce is what the engine calls: pack, reduce and wait. Then a
@@ -20,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ MOST_WARM_UP, STEPS, UNITS = 200, 30, 64
 AT_MOST_US = 15
 TORCHS = "torch and FSDP2's copies: "
 Samples = dict[str, list[float]]
+Sharding = Callable[[nn.Module], Callable[[], None]]  # shards a model, and returns what ends that
 
 
 def main(args: argparse.Namespace) -> None:
@@ -116,85 +118,107 @@ def measure_on_gpu(calls: int) -> Samples:
 def measure_beside_torch(calls: int, settle: Callable[[], object]) -> Samples:
     """Of the ranks of the default process group, which it destroys."""
     with Communicator.from_process_group(deadline_s=60.0) as comm:
-        samples = measure(comm, calls, settle) | torchs(comm.device, calls, settle)
+        samples = measure(comm, calls, settle, beside_torch=True)
     dist.destroy_process_group()
     return samples
 
 
-def measure(comm: Communicator, calls: int, settle: Callable[[], object]) -> Samples:
+def measure(
+    comm: Communicator, calls: int, settle: Callable[[], object], *, beside_torch: bool = False
+) -> Samples:
     """Seconds a call, by what was called; `settle` is called after each."""
     torch.set_num_threads(1)
     samples: Samples = {}
     for wire, dtype in WIRE.items():
-        tensors = {name: torch.zeros(shape, device=comm.device) for name, shape in BLOCK.items()}
-        held = Bucket.from_tensors(tensors, comm, param_dtype=torch.bfloat16, reduce_dtype=dtype)
-        grads = [tensor.bfloat16() for tensor in tensors.values()]
-        timed = Timed(settle, warm_up=min(calls, MOST_WARM_UP))
-        for _ in range(calls + timed.warm_up):
-            unit(held, grads, timed)
-        if wire == "bf16":
-            samples["gather, bf16"] = timed.total("gather: ")
-            samples |= {f"  {name}": values for name, values in timed.of("gather: ").items()}
-        samples[f"reduce, {wire}"] = timed.total("reduce: ")
-        samples |= {f"  {name}, {wire}": values for name, values in timed.of("reduce: ").items()}
-
-    def sharded(net: nn.Module) -> Callable[[], None]:
-        return shardcomm.fully_shard(net, comm, units=nn.Linear).close
-
-    samples["step, a unit"] = steps(comm.device, settle, sharded)
+        units: dict[str, Ours | Torchs] = {"": Ours(comm, dtype)}
+        if beside_torch:
+            units[TORCHS] = Torchs(comm.device, dtype)
+        warm_up = min(calls, MOST_WARM_UP)
+        timed = {prefix: Timed(settle, warm_up) for prefix in units}
+        for _ in range(calls + warm_up):
+            for prefix, unit in units.items():
+                unit.gather(timed[prefix])
+                unit.reduce(timed[prefix])
+        for name in ("gather", "reduce") if wire == "bf16" else ("reduce",):
+            for prefix in units:
+                samples[f"{prefix}{name}, {wire}"] = timed[prefix].total(f"{name}: ")
+            for part, values in timed[""].of(f"{name}: ").items():
+                samples[f"  {part}, {wire}"] = values
+    shardings: dict[str, Sharding] = {"": partial(shard_by_ours, comm=comm)}
+    if beside_torch:
+        shardings[TORCHS] = shard_by_torch
+    for prefix, values in steps(comm.device, settle, shardings).items():
+        samples[f"{prefix}step, a unit"] = values
     return samples
 
 
-def torchs(device: torch.device, calls: int, settle: Callable[[], object]) -> Samples:
-    """The same of torch's process group, with FSDP2's copies around its collectives, and of FSDP2."""
-    world = dist.get_world_size()
-    parts = [math.prod(shape) // world for shape in BLOCK.values()]
-    shards = [torch.zeros(part, device=device) for part in parts]
-    grads = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in BLOCK.values()]
-    copies = GatherCopies(shards, world, torch.bfloat16)
-    timed = Timed(settle, warm_up=min(calls, MOST_WARM_UP))
+class Ours:
+    """A unit, gathered and reduced as the engine does it."""
 
-    def queue_gather() -> Any:
-        copies.copy_in()
-        return dist.all_gather_into_tensor(copies.gathered, copies.sent, async_op=True)
+    def __init__(self, comm: Communicator, reduce_dtype: torch.dtype) -> None:
+        tensors = {name: torch.zeros(shape, device=comm.device) for name, shape in BLOCK.items()}
+        self._bucket = Bucket.from_tensors(
+            tensors, comm, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+        )
+        self._grads = [tensor.bfloat16() for tensor in tensors.values()]
 
-    def end_gather(work: Any) -> None:
+    def gather(self, timed: Timed) -> None:
+        work = timed("gather: queue", lambda: self._bucket.all_gather(async_op=True))
+        timed("gather: wait", work.wait)
+        timed.settle()
+
+    def reduce(self, timed: Timed) -> None:
+        reduction = self._bucket.reduction
+        timed("reduce: pack", lambda: reduction.pack(self._grads, async_op=True))
+        work = timed("reduce: queue", lambda: reduction.reduce(async_op=True))
+        timed("reduce: wait", work.wait)
+        timed.settle()
+        self._bucket.gradients.forget(shown=False)  # the next does not add to it
+
+
+class Torchs:
+    """The same by torch's process group, with FSDP2's copies around its collectives."""
+
+    def __init__(self, device: torch.device, reduce_dtype: torch.dtype) -> None:
+        self._world = dist.get_world_size()
+        self._device = device
+        self._dtype = reduce_dtype
+        self._parts = [math.prod(shape) // self._world for shape in BLOCK.values()]
+        self._grads = [
+            torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in BLOCK.values()
+        ]
+        shards = [torch.zeros(part, device=device) for part in self._parts]
+        self._copies = GatherCopies(shards, self._world, torch.bfloat16)
+
+    def gather(self, timed: Timed) -> None:
+        work = timed("gather: queue", self._queue_gather)
+        timed("gather: wait", lambda: self._end_gather(work))
+        timed.settle()
+
+    def reduce(self, timed: Timed) -> None:
+        work, mean = timed("reduce: queue", self._queue_reduce)
+        timed("reduce: wait", lambda: self._end_reduce(work, mean))
+        timed.settle()
+
+    def _queue_gather(self) -> Any:
+        self._copies.copy_in()
+        return dist.all_gather_into_tensor(self._copies.gathered, self._copies.sent, async_op=True)
+
+    def _end_gather(self, work: Any) -> None:
         work.wait()
-        copies.copy_out()
+        self._copies.copy_out()
 
-    def queue_reduce(dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
-        chunks = torch.empty(world, sum(parts), dtype=dtype, device=device)
-        torch._chunk_cat(grads, 0, world, out=chunks)
-        mean = torch.empty(sum(parts), dtype=dtype, device=device)
-        op = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM
+    def _queue_reduce(self) -> tuple[Any, torch.Tensor]:
+        numel = sum(self._parts)
+        chunks = torch.empty(self._world, numel, dtype=self._dtype, device=self._device)
+        torch._chunk_cat(self._grads, 0, self._world, out=chunks)
+        mean = torch.empty(numel, dtype=self._dtype, device=self._device)
+        op = dist.ReduceOp.AVG if self._device.type == "cuda" else dist.ReduceOp.SUM
         return dist.reduce_scatter_tensor(mean, chunks.view(-1), op, async_op=True), mean
 
-    def end_reduce(work: Any, mean: torch.Tensor) -> None:
+    def _end_reduce(self, work: Any, mean: torch.Tensor) -> None:
         work.wait()
-        mean.float().split(parts)
-
-    samples: Samples = {}
-    for wire, dtype in WIRE.items():
-        for _ in range(calls + timed.warm_up):
-            if wire == "bf16":
-                work = timed("gather, bf16: queue", queue_gather)
-                timed("gather, bf16: wait", lambda work=work: end_gather(work))
-                timed.settle()
-            queued = timed(f"reduce, {wire}: queue", lambda dtype=dtype: queue_reduce(dtype))
-            timed(f"reduce, {wire}: wait", lambda queued=queued: end_reduce(*queued))
-            timed.settle()
-    for name in ("gather, bf16", *(f"reduce, {wire}" for wire in WIRE)):
-        samples[TORCHS + name] = timed.total(f"{name}: ")
-
-    def sharded(net: nn.Module) -> Callable[[], None]:
-        mesh = init_device_mesh(device.type, (world,))
-        for layer in net:  # type: ignore[attr-defined]
-            fsdp2_fully_shard(layer, mesh=mesh)
-        fsdp2_fully_shard(net, mesh=mesh)
-        return lambda: None
-
-    samples[f"{TORCHS}step, a unit"] = steps(device, settle, sharded)
-    return samples
+        mean.float().split(self._parts)
 
 
 class Timed:
@@ -228,34 +252,34 @@ class Timed:
         return [sum(parts) for parts in zip(*self.of(prefix).values(), strict=True)]
 
 
-def unit(bucket: Bucket, grads: list[torch.Tensor], timed: Timed) -> None:
-    """A gather and a reduce, as the engine calls them."""
-    work = timed("gather: queue", lambda: bucket.all_gather(async_op=True))
-    timed("gather: wait", work.wait)
-    timed.settle()
-    timed("reduce: pack", lambda: bucket.reduction.pack(grads, async_op=True))
-    work = timed("reduce: queue", lambda: bucket.reduction.reduce(async_op=True))
-    timed("reduce: wait", work.wait)
-    timed.settle()
-    bucket.gradients.forget(shown=False)  # the next does not add to it
+def shard_by_ours(net: nn.Module, comm: Communicator) -> Callable[[], None]:
+    return shardcomm.fully_shard(net, comm, units=nn.Linear).close
+
+
+def shard_by_torch(net: nn.Module) -> Callable[[], None]:
+    """By FSDP2, where nothing is to be ended."""
+    device = next(net.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in (*net.children(), net):
+        fsdp2_fully_shard(layer, mesh=mesh)
+    return lambda: None
 
 
 def steps(
     device: torch.device,
     settle: Callable[[], object],
-    sharded: Callable[[nn.Module], Callable[[], None]],
-) -> list[float]:
-    """Seconds that sharding adds to forward and backward, a unit.
+    shardings: dict[str, Sharding],
+) -> Samples:
+    """Seconds that each of `shardings` adds to forward and backward, a unit."""
 
-    `sharded` shards a model, and returns a function that ends that.
-    """
-    torch.manual_seed(0)
-    plain, ours = (
-        nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(UNITS))) for _ in range(2)
-    )
-    close = sharded(ours)
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(UNITS)))
+
+    plain, nets = chain(), {name: chain() for name in shardings}
+    ends = [shard(nets[name]) for name, shard in shardings.items()]
     x = torch.randn(4, 16, device=device)
-    seconds: dict[nn.Module, list[float]] = {plain: [], ours: []}
+    seconds: dict[nn.Module, list[float]] = {net: [] for net in (plain, *nets.values())}
     for _ in range(STEPS):
         for net, samples in seconds.items():
             net.zero_grad(set_to_none=True)
@@ -264,6 +288,9 @@ def steps(
             net(x).sum().backward()
             samples.append(time.perf_counter() - start)
             settle()
-    close()
+    for end in ends:
+        end()
     base = Times(tuple(seconds[plain])).median
-    return [(sample - base) / UNITS for sample in seconds[ours][5:]]
+    return {
+        name: [(sample - base) / UNITS for sample in seconds[net][5:]] for name, net in nets.items()
+    }

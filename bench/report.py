@@ -6,7 +6,8 @@
 Between `<!-- bench: NAME -->` and `<!-- end -->` a page gets the table that bench/NAME.py printed on its last saved
 run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
 script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`), or its part (`gpu_engine
-alone`). Without a saved result there is nothing in between.
+alone`), and at its end the GPU if the machine had one (`gpu_kernels, H200`). Without a saved result there is nothing in
+between.
 `goals` is of all last results: how many of the bounds that `--check` holds each to were kept, and `missed goals` which
 were not.
 
@@ -51,19 +52,21 @@ GOALS_OF = {
 Result = dict[str, Any]
 
 
-def name_of(command: str) -> str:
+def name_of(result: Result) -> str:
     """What compared what: "compare_fsdp2 --drop-in" of "python bench/compare_fsdp2.py --drop-in --json x"."""
-    words = command.replace("--device ", "--device=").split()
+    words = result["command"].replace("--device ", "--device=").split()
     script = next(word for word in words if word.endswith(".py"))
     told = [word for word in words if word in TOLD]
-    return " ".join([Path(script).stem, *told])
+    name = " ".join([Path(script).stem, *told])
+    gpu = result["machine"].get("gpu")  # such as "NVIDIA H100 80GB HBM3"
+    return name if gpu is None else f"{name}, {gpu.split()[1]}"
 
 
 def newest() -> dict[str, Result]:
     """The last result with a table, by name."""
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     in_order = sorted((r for r in results if "table" in r), key=lambda result: result["date"])
-    return {name_of(result["command"]): result for result in in_order}
+    return {name_of(result): result for result in in_order}
 
 
 def table(header: list[str], *rows: list[str]) -> str:

@@ -202,7 +202,8 @@ def from_process_group(
 
 def _sends_by_nccl(group: dist.ProcessGroup) -> bool:
     """Whether NCCL sends the group's tensors of GPUs, as it does beside Gloo where no backend was asked for."""
-    dist.get_backend(group)  # for a group that torch does not know it raises a sentence, unlike the next
+    # Of a group that torch does not know, the first says so, and the second speaks of an invariant.
+    dist.get_backend(group)
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
