@@ -340,7 +340,7 @@ def as_threads(size: Size, device: torch.device, rounds: int, report: Report) ->
             ),
         )
     try:
-        measure(contenders, device, max(1, rounds // 3), report, f"{ranks} thread ranks")
+        measure(contenders, device, rounds, report, f"{ranks} thread ranks")
         for name, level in DROP_IN.items():
             trainer = contenders[name].trainers[0]
             assert trainer is not None

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from shardcomm.files.provenance import provenance
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @dataclass(frozen=True)
 class Times:
@@ -107,18 +109,10 @@ class Report:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" if files differ from it; None if there is none, as in an archive."""
-    git = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=10",
-    ]
+    """The checkout's commit, with "-dirty" if files differ from it; None without Git, as in an archive."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
-        ended = subprocess.run(git, capture_output=True, text=True, check=False)
+        ended = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return ended.stdout.strip() or None

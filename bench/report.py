@@ -6,7 +6,7 @@
 Between `<!-- bench: NAME -->` and `<!-- end -->` a page gets the table that bench/NAME.py printed on its last saved
 run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
 script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`), or its part (`gpu_engine
-alone`), and at its end the GPU if the machine had one (`gpu_kernels, H200`). Without a saved result there is nothing in
+alone`), and at its end the GPU if it measured one (`gpu_kernels, H200`). Without a saved result there is nothing in
 between.
 `goals` is of all last results: how many of the bounds that `--check` holds each to were kept, and `missed goals` which
 were not.
@@ -58,8 +58,10 @@ def name_of(result: Result) -> str:
     script = next(word for word in words if word.endswith(".py"))
     told = [word for word in words if word in TOLD]
     name = " ".join([Path(script).stem, *told])
-    gpu = result["machine"].get("gpu")  # such as "NVIDIA H100 80GB HBM3"
-    return name if gpu is None else f"{name}, {gpu.split()[1]}"
+    if not name.startswith("gpu_") and "--device=cuda" not in told:
+        return name
+    gpu = result["machine"]["gpu"].removeprefix("NVIDIA ")  # such as "H100 80GB HBM3"
+    return f"{name}, {re.sub(r' [0-9]+GB.*', '', gpu)}"
 
 
 def newest() -> dict[str, Result]:

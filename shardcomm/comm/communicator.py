@@ -209,8 +209,9 @@ class Communicator(ABC):
                 program may have made long for a rank that is late.
             transport: As in `from_env`. "c10d" runs the collectives through two new groups of the same ranks and
                 backend; "local" is for ranks that are threads of one process.
-            device: As in `from_env`. None: the current GPU for transport "nccl", and for a group that sends GPUs'
-                tensors through NCCL unless the transport is one for CPUs; else the CPU.
+            device: As in `from_env`. None: a GPU for transport "nccl", and for a group that sends GPUs' tensors
+                through NCCL unless the transport is "shm" or "hosts"; else the CPU. The GPU is the one to which the
+                group is bound (`init_process_group(device_id=...)`), or the current one.
             cta_policy: As in `from_env`.
             sums: As in `from_env`.
 

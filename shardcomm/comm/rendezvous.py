@@ -167,14 +167,20 @@ def from_process_group(
     assert group is not None
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
-    if device is None:
-        for_cpus = transport in ("shm", "hosts")
-        on_gpus = transport == "nccl" or (not for_cpus and _sends_by_nccl(group))
-        device = "cuda" if on_gpus else "cpu"
-    where = (
-        _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
-    )
-    check_sums("from_process_group", sums, where, transport)
+    kinds = backend_names(group)
+    found = _device_of(group, kinds, transport) if device is None else device
+    try:
+        where = (
+            _any_device(found) if transport == "c10d" else core_device("from_process_group", found)
+        )
+        check_sums("from_process_group", sums, where, transport)
+    except (ValueError, _C.CudaError) as error:
+        if device is not None or "cpu" not in kinds:
+            raise
+        raise type(error)(
+            f"{error}; device was left out, and the group's tensors of GPUs are NCCL's: give device='cpu' to exchange "
+            "those of CPUs"
+        ) from None
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
     exchange = GroupExchange(group, patience_s)
 
@@ -200,11 +206,25 @@ def from_process_group(
     return choose_transport(exchange, transport, where, groups, cta_policy, sums)
 
 
-def _sends_by_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL sends the group's tensors of GPUs, as it does beside Gloo where no backend was asked for."""
-    # Of a group that torch does not know, the first says so, and the second speaks of an invariant.
-    dist.get_backend(group)
-    return "cuda:nccl" in dist.get_backend_config(group).split(",")
+def backend_names(group: dist.ProcessGroup) -> dict[str, str]:
+    """The group's backend for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
+
+    Where no backend was named, it is the accelerator's, which `torch.distributed.get_backend` calls "undefined".
+    """
+    dist.get_backend(group)  # first, since it has a sentence for a group that torch does not know
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)
+
+
+def _device_of(
+    group: dist.ProcessGroup, kinds: dict[str, str], transport: Transport
+) -> torch.device | str:
+    """The device of ranks of a group with these backends, if nobody has named one."""
+    has_nccl = kinds.get("cuda") == "nccl" and transport not in ("shm", "hosts")
+    if transport != "nccl" and not has_nccl:
+        return "cpu"
+    bound: torch.device | None = group.bound_device_id
+    return bound or "cuda"
 
 
 def _any_device(device: torch.device | str) -> torch.device:

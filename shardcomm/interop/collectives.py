@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import check_movable, resolved
+from shardcomm.comm.rendezvous import backend_names
 from shardcomm.comm.words import ReduceOp
 from shardcomm.stream.streams import AnyStream
 from shardcomm.stream.work import Work
@@ -89,8 +90,8 @@ def all_gather_into_tensor(
         shardcomm.all_gather_into_tensor(full, torch.ones(4))
         ```
     """
-    comm = _communicator("all_gather_into_tensor", group)
     recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
+    comm = _communicator("all_gather_into_tensor", group, send.device)
     if recv.dtype == send.dtype:  # else they are converted on the way
         recv, send = movable(recv), movable(send)
     stream = _after_compute(comm, comm.streams.gather) if async_op else None
@@ -157,12 +158,12 @@ def reduce_scatter_tensor(
         shardcomm.reduce_scatter_tensor(grad, torch.ones(comm.size * 4), torch.distributed.ReduceOp.AVG)
         ```
     """
-    comm = _communicator("reduce_scatter_tensor", group)
     if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) or op not in OPS:
         raise ValueError(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
     recv, send = _detached("reduce_scatter_tensor", output, input)
+    comm = _communicator("reduce_scatter_tensor", group, send.device)
     stream = _after_compute(comm, comm.streams.reduce) if async_op else None
     work = comm.reduce_scatter(recv, send, OPS[op], stream=stream)
     _tell_autograd(output)
@@ -195,7 +196,8 @@ def _after_compute(comm: Communicator, stream: AnyStream) -> AnyStream:
     return stream
 
 
-def _communicator(operation: str, group: Group) -> Communicator:
+def _communicator(operation: str, group: Group, device: torch.device) -> Communicator:
+    """That of the group; of its ranks on the type of `device`, if it has a backend of its own for each type."""
     if isinstance(group, Communicator):
         return group
     if group is None:
@@ -209,10 +211,16 @@ def _communicator(operation: str, group: Group) -> Communicator:
         raise TypeError(
             f"{operation}: group is {group!r}; it must be a ProcessGroup of which this rank is part, or a Communicator"
         )
-    if group not in _communicators:
-        _communicators[group] = Communicator.from_process_group(group)
-    return _communicators[group]
+    kinds = backend_names(group)
+    is_mixed = len(set(kinds.values())) > 1 and device.type in kinds
+    where = device.type if is_mixed else None
+    by_device = _communicators.setdefault(group, {})
+    if where not in by_device:
+        by_device[where] = Communicator.from_process_group(group, device=where)
+    return by_device[where]
 
 
 # An entry lives as long as torch keeps the group. A communicator that a caller passes is the caller's to close.
-_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+_communicators: WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
+    WeakKeyDictionary()
+)

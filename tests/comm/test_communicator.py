@@ -326,8 +326,14 @@ def test_communicators_live_side_by_side() -> None:
 def of_a_group_with_nccl(config: str) -> None:
     dist.init_process_group("gloo")
     dist.get_backend_config = lambda _: config  # as torch made it without a backend's name on a GPU
-    with pytest.raises(_C.CudaError, match="device is cuda"):
-        Communicator.from_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    way_out = "" if config == "cuda:nccl" else r".*: give device='cpu' to exchange those of CPUs"
+    for bound, named in ((None, "cuda"), (torch.device("cuda", 3), "cuda:3")):
+        world.bound_device_id = bound
+        with pytest.raises(_C.CudaError, match=f"device is {named}:.*{way_out}"):
+            Communicator.from_process_group()
+    world.bound_device_id = None
     for options in ({"device": "cpu"}, {"transport": "shm"}):
         with Communicator.from_process_group(**options) as comm:  # type: ignore[arg-type]
             assert comm.device.type == "cpu"

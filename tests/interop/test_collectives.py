@@ -49,6 +49,20 @@ def test_results_are_torchs_in_groups_and_subgroups(seed: int) -> None:
     launch(same_as_torch, 3, (seed,), timeout_s=60)
 
 
+def over_a_group_with_nccl() -> list[float]:
+    dist.init_process_group("gloo")
+    dist.get_backend_config = lambda _: "cpu:gloo,cuda:nccl"
+    full, part = torch.empty(2), torch.empty(1)
+    shardcomm.all_gather_into_tensor(full, torch.ones(1) + dist.get_rank())
+    shardcomm.reduce_scatter_tensor(part, full)
+    dist.destroy_process_group()
+    return [*full.tolist(), *part.tolist()]
+
+
+def test_the_tensors_choose_the_backend_of_a_group_with_several() -> None:
+    assert launch(over_a_group_with_nccl, 2, timeout_s=60) == [[1.0, 2.0, 2.0], [1.0, 2.0, 4.0]]
+
+
 def mixed_sync_and_async(seed: int) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -44,6 +44,8 @@ def group(transport: str = "shm") -> Iterator[XlaCommunicator]:
         alone = os.environ["WORLD_SIZE"] == "1"
         local_group = shardcomm.Communicator.local_group
         ranks = local_group(1, device=take_gpu())[0] if alone else connect()
+        here = jax.local_devices(backend="cuda")[ranks.device.index]
+        jax.config.update("jax_default_device", here)
     with ranks, XlaCommunicator(ranks, deadline_s=30.0) as comm:
         yield comm
 
@@ -279,12 +281,10 @@ def test_a_donated_array_is_reduced_in_place_and_another_is_not_touched() -> Non
 
 def on_another_gpu(comm: XlaCommunicator) -> None:
     """As where all ranks let JAX compute on the first GPU."""
-    ours = comm.number
-    comm.number = comm._library.add(comm._handle, comm.size, 1)
-    with pytest.raises(
-        jax.errors.JaxRuntimeError,
-        match=r"runs on GPU 0, and the communicator is on GPU 1; let JAX",
-    ):
+    ours, own = comm.number, jax.config.jax_default_device.local_hardware_id
+    comm.number = comm._library.add(comm._handle, comm.size, own + 1)
+    refused = rf"runs on GPU {own}, and the communicator is on GPU {own + 1}; let JAX"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refused):
         jax.jit(lambda x: all_reduce(x, comm))(jnp.ones(2)).block_until_ready()
     comm.number = ours
 
@@ -305,7 +305,7 @@ def all_on_gpus(comm: XlaCommunicator, seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_collectives_on_gpus_over_nccl(ranks: int, seed: int) -> None:
-    launch(partial(in_group, transport="nccl"), ranks, (all_on_gpus, seed), timeout_s=100)
+    launch(partial(in_group, transport="nccl"), ranks, (all_on_gpus, seed), timeout_s=50)
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,9 @@ class XlaCommunicator:
         if platform != needed:
             raise ValueError(
                 f"{operation}: this program is compiled for {platform!r}, and the communicator is over "
-                f"{self._transport!r}, for {needed!r}; choose by jax.default_device or jax.config.update"
-                "('jax_platforms', ...)"
+                f"{self._transport!r}, for {needed!r}; make it of ranks with device={platform!r}, as by "
+                f"Communicator.from_env(device={platform!r}), or let JAX compute elsewhere, by jax.default_device or "
+                "jax.config.update('jax_platforms', ...)"
             )
 
     def close(self) -> None:
