@@ -47,6 +47,16 @@ static float* probe_area(int rank) {
   return (float*)(probe.areas + (size_t)(probe.half * probe.size + rank) * probe.area_bytes);
 }
 
+// memcpy. Up to 1 MiB by vectors, since glibc's may be far slower there: csrc/copy/copy_bytes.h.
+__attribute__((optimize("no-tree-loop-distribute-patterns")))  // which would make it memcpy again
+static void probe_copy(float* restrict to, const float* restrict from, int64_t bytes) {
+  if (bytes > 1 << 20) {
+    memcpy(to, from, (size_t)bytes);
+    return;
+  }
+  for (int64_t i = 0; i < numel_of(bytes); ++i) to[i] = from[i];
+}
+
 // out[i] = the sum of element `begin` + i of all areas, in the order of ranks.
 static void probe_sum(float* restrict out, int64_t begin, int64_t count) {
   enum { kBlock = 4096 };
@@ -65,17 +75,17 @@ static void probe_sum(float* restrict out, int64_t begin, int64_t count) {
 static void probe_gather_window(const float* in, float* out, int64_t bytes) {
   const int64_t part = numel_of(bytes) / probe.size;
   probe_meet();
-  memcpy(out + probe.rank * part, in, (size_t)(bytes / probe.size));
+  probe_copy(out + probe.rank * part, in, bytes / probe.size);
   probe_meet();
 }
 
 static void probe_gather(const float* in, float* out, int64_t bytes) {
   const int64_t part = numel_of(bytes) / probe.size;
   probe.half = !probe.half;
-  memcpy(probe_area(probe.rank), in, (size_t)(bytes / probe.size));
+  probe_copy(probe_area(probe.rank), in, bytes / probe.size);
   probe_meet();
   for (int r = 0; r < probe.size; ++r) {
-    memcpy(out + r * part, r == probe.rank ? in : probe_area(r), (size_t)(bytes / probe.size));
+    probe_copy(out + r * part, r == probe.rank ? in : probe_area(r), bytes / probe.size);
   }
 }
 
@@ -83,7 +93,7 @@ static void probe_gather(const float* in, float* out, int64_t bytes) {
 static void probe_reduce_scatter(const float* in, float* out, int64_t bytes) {
   const int64_t part = numel_of(bytes) / probe.size;
   probe.half = !probe.half;
-  memcpy(probe_area(probe.rank), in, (size_t)bytes);
+  probe_copy(probe_area(probe.rank), in, bytes);
   probe_meet();
   probe_sum(out, probe.rank * part, part);
 }
@@ -93,22 +103,22 @@ static void probe_all_reduce(const float* in, float* out, int64_t bytes) {
   (void)in;
   const int64_t part = numel_of(bytes) / probe.size;
   probe.half = !probe.half;
-  memcpy(probe_area(probe.rank), out, (size_t)bytes);
+  probe_copy(probe_area(probe.rank), out, bytes);
   probe_meet();
   probe_sum(out + probe.rank * part, probe.rank * part, part);
-  memcpy(probe_area(probe.rank) + probe.rank * part, out + probe.rank * part, (size_t)(bytes / probe.size));
+  probe_copy(probe_area(probe.rank) + probe.rank * part, out + probe.rank * part, bytes / probe.size);
   probe_meet();
   for (int r = 0; r < probe.size; ++r) {
-    if (r != probe.rank) memcpy(out + r * part, probe_area(r) + r * part, (size_t)(bytes / probe.size));
+    if (r != probe.rank) probe_copy(out + r * part, probe_area(r) + r * part, bytes / probe.size);
   }
 }
 
 static void probe_broadcast(const float* in, float* out, int64_t bytes) {
   (void)in;
   probe.half = !probe.half;
-  if (probe.rank == 0) memcpy(probe_area(0), out, (size_t)bytes);
+  if (probe.rank == 0) probe_copy(probe_area(0), out, bytes);
   probe_meet();
-  if (probe.rank != 0) memcpy(out, probe_area(0), (size_t)bytes);
+  if (probe.rank != 0) probe_copy(out, probe_area(0), bytes);
 }
 
 static void probe_barrier(const float* in, float* out, int64_t bytes) {

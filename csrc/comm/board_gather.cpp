@@ -1,11 +1,11 @@
 // What sends the same to all: all_gather and broadcast.
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
+#include "copy/copy_bytes.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
@@ -66,8 +66,8 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
                          left(rank_, chunk), nullptr);
       for (int r = 0; r < size_; ++r) {
         if (r == rank_ || left(r, chunk) == 0) continue;
-        std::memcpy(at(recv, parts.begin(r) + chunk * step, recv_dtype), stage(channel, r),
-                    bytes_of(left(r, chunk), recv_dtype));
+        copy_bytes(at(recv, parts.begin(r) + chunk * step, recv_dtype), stage(channel, r),
+                   bytes_of(left(r, chunk), recv_dtype));
       }
     };
 
@@ -144,10 +144,10 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
-      if (rank_ == root) std::memcpy(stage(channel, root), part(chunk), length(chunk));
+      if (rank_ == root) copy_bytes(stage(channel, root), part(chunk), length(chunk));
     };
     const auto use = [&](std::int64_t chunk) {
-      if (rank_ != root) std::memcpy(part(chunk), stage(channel, root), length(chunk));
+      if (rank_ != root) copy_bytes(part(chunk), stage(channel, root), length(chunk));
     };
     begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), bytes,
                  stream, fill);

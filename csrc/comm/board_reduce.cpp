@@ -6,6 +6,7 @@
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
+#include "copy/copy_bytes.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
@@ -96,8 +97,8 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
       for (int r = 0; r < size_; ++r) {
         const std::int64_t length = slices.length(r, chunk);
         if (r == rank_ || length == 0) continue;  // its own slice no other rank reads
-        std::memcpy(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
-                    bytes_of(length, dtype));
+        copy_bytes(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
+                   bytes_of(length, dtype));
       }
     };
     const auto use = [&](std::int64_t chunk) {
@@ -147,7 +148,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
       if (!is_few) return fill_others_shares(channel, part(chunk), dtype, length(chunk));
-      std::memcpy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
+      copy_bytes(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
     };
     const auto use = [&](std::int64_t chunk) {
       if (!is_few) return all_reduce_shares(channel, part(chunk), dtype, length(chunk), op);
@@ -215,7 +216,7 @@ void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DT
         return r == rank_ ? own : at(staged(r, rank_), done, dtype);
       });
       executor_->reduce(own, {dtype}, from, size_, dtype, op, n, nullptr);
-      std::memcpy(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
+      copy_bytes(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
     }
   };
   const auto copy_others = [&] {

@@ -1,8 +1,7 @@
 #include "comm/executor.h"
 
-#include <cstring>
-
 #include "copy/convert_cpu.h"
+#include "copy/copy_bytes.h"
 
 namespace shardcomm {
 namespace {
@@ -11,7 +10,7 @@ class HostExecutor final : public Executor {
  public:
   bool on_host() const override { return true; }
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream) override {
-    std::memcpy(dst, src, bytes);
+    copy_bytes(dst, src, bytes);
   }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream) override {

@@ -9,6 +9,7 @@
 
 #include "comm/buffer.h"
 #include "comm/waited.h"
+#include "copy/copy_bytes.h"
 #include "shardcomm/error.h"
 #include "shardcomm/tile.h"
 #include "stream/futex.h"
@@ -333,7 +334,7 @@ void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       std::byte* slot = lane.slot(static_cast<std::int64_t>(chunk));
       std::byte* place = static_cast<std::byte*>(buffer) + chunk * step;
       const std::size_t length = std::min(step, bytes - chunk * step);
-      if (rank() == root) std::memcpy(slot, place, length);
+      if (rank() == root) copy_bytes(slot, place, length);
       on_host_->meet(lane.channel);
       const std::size_t begin =
           std::min(length, lane.block_bytes * static_cast<std::size_t>(index()));
@@ -345,7 +346,7 @@ void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
             });
       }
       on_host_->meet(lane.channel);
-      if (rank() != root) std::memcpy(place, slot, length);
+      if (rank() != root) copy_bytes(place, slot, length);
     }
   });
 }

@@ -1,11 +1,11 @@
 // What gives all ranks of all hosts the same: all_gather, and the end of an all_reduce.
 #include <algorithm>
-#include <cstring>
 
 #include "comm/buffer.h"
 #include "comm/chunks.h"
 #include "comm/hosts.h"
 #include "copy/convert_cpu.h"
+#include "copy/copy_bytes.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
@@ -62,14 +62,14 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
     const std::size_t bytes = block_bytes(index(), chunk);
     if (greeted) {
       for (int host = 0; host < hosts_; ++host) {
-        std::memcpy(block(host, index(), chunk),
-                    lane.hellos[static_cast<std::size_t>(host)].payload, bytes);
+        copy_bytes(block(host, index(), chunk), lane.hellos[static_cast<std::size_t>(host)].payload,
+                   bytes);
       }
       return;
     }
     if (bytes == 0) return;
     std::byte* out = lane.out[static_cast<std::size_t>(chunk % kSlots)].of(bytes);
-    std::memcpy(out, place(rank(), chunk), bytes_of(chunks.length(rank(), chunk), dtype));
+    copy_bytes(out, place(rank(), chunk), bytes_of(chunks.length(rank(), chunk), dtype));
     start(lane, chunk, [out, to = block(0, index(), chunk), bytes](Across& across, int channel) {
       across.all_gather(channel, out, to, bytes);
     });
@@ -78,7 +78,7 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
     for (int host = 0; host < hosts_; ++host) {
       const int r = rank_at(host, i);
       if (r == rank()) continue;
-      std::memcpy(place(r, chunk), block(host, i, chunk), bytes_of(chunks.length(r, chunk), dtype));
+      copy_bytes(place(r, chunk), block(host, i, chunk), bytes_of(chunks.length(r, chunk), dtype));
     }
   };
 

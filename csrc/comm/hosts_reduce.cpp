@@ -3,12 +3,12 @@
 // combined. That is the order of reduce_cpu, bit for bit, if the ranks of a host are 2, 4, 8, ...
 // and their results cross as they are, and not coded.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "comm/buffer.h"
 #include "comm/chunks.h"
 #include "comm/hosts.h"
+#include "copy/copy_bytes.h"
 #include "copy/round_cpu.h"
 #include "shardcomm/blocks.h"
 #include "shardcomm/tile.h"
@@ -118,7 +118,7 @@ void HostsCommunicator::reduce_small(Lane& lane, void* buffer, DType dtype, std:
   const DType partial = partial_dtype(dtype);
   std::byte* slot = lane.slot(0);
   // An empty tensor has no memory.
-  if (count > 0) std::memcpy(at(slot, index() * count, dtype), buffer, bytes_of(count, dtype));
+  if (count > 0) copy_bytes(at(slot, index() * count, dtype), buffer, bytes_of(count, dtype));
   on_host_->meet(lane.channel);
   alignas(8) std::byte sum[Hello::kRoom];
   combine_host(lane, [&](int i) { return at(slot, i * count, dtype); }, dtype, op, sum, count);
@@ -220,8 +220,8 @@ void HostsCommunicator::combine_in_stage(Lane& lane, const void* send, DType dty
   for (int i = 0; i < local_; ++i) {
     for (int host = 0; host < hosts_; ++host) {
       const int r = rank_at(host, i);
-      std::memcpy(block(index(), i, host), at(send, chunks.begin(r, chunk), dtype),
-                  bytes_of(chunks.length(r, chunk), dtype));
+      copy_bytes(block(index(), i, host), at(send, chunks.begin(r, chunk), dtype),
+                 bytes_of(chunks.length(r, chunk), dtype));
     }
   }
   // All have filled this slot, so all have combined the one before.

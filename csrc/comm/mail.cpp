@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <iterator>
 #include <string>
 #include <utility>
+
+#include "copy/copy_bytes.h"
 
 namespace shardcomm {
 namespace {
@@ -352,7 +353,7 @@ void Mail::take_arrived(Ticket receive, const Found& found) {
   if (message->id != 0) {
     put(receive, peer->matched);
   } else {
-    if (message->bytes > 0) std::memcpy(receive->into, message->payload.get(), message->bytes);
+    if (message->bytes > 0) copy_bytes(receive->into, message->payload.get(), message->bytes);
     end(receive);
   }
   peer->arrived.erase(message);

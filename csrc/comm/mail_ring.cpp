@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy/copy_bytes.h"
+
 namespace shardcomm {
 namespace {
 
@@ -30,7 +32,7 @@ bool MailWriter::write(const Frame& frame, const std::byte* payload) {
   std::memcpy(ring_->data + written_ % capacity_, &frame, sizeof(frame));
   in_parts(written_ + sizeof(frame), frame.payload, capacity_,
            [&](std::size_t at, std::size_t done, std::size_t part) {
-             std::memcpy(ring_->data + at, payload + done, part);
+             copy_bytes(ring_->data + at, payload + done, part);
            });
   written_ += bytes;
   ring_->written.store(written_);  // before the look at the bell
@@ -69,7 +71,7 @@ void MailReader::take(std::byte* into) {
   if (into != nullptr) {
     in_parts(read_ + sizeof(frame), frame.payload, capacity_,
              [&](std::size_t at, std::size_t done, std::size_t part) {
-               std::memcpy(into + done, ring_->data + at, part);
+               copy_bytes(into + done, ring_->data + at, part);
              });
   }
   read_ += length(frame.payload);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "copy/convert_cpu.h"
+#include "copy/copy_bytes.h"
 #include "copy/operation.h"
 #include "copy/simd.h"
 #include "copy/streaming.h"
@@ -71,7 +72,7 @@ void copy_row(const Run& run, const std::byte* src, std::byte* dst, std::int64_t
   if (run.row_kernel != nullptr) {
     run.row_kernel(src, dst, count, run.options.scale, run.options.nonfinite);
   } else {
-    std::memcpy(dst, src, static_cast<std::size_t>(count * run.dst_bytes));
+    copy_bytes(dst, src, static_cast<std::size_t>(count * run.dst_bytes));
   }
 }
 

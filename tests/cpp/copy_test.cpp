@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "copy/bound_copy.h"
+#include "copy/copy_bytes.h"
 #include "copy/element.h"
 #include "copy/launch.h"
 #include "copy/simd.h"
@@ -38,6 +39,36 @@ std::vector<float> integers(std::int64_t count) {
   std::vector<float> values(static_cast<std::size_t>(count));
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 251) - 125.0f;
   return values;
+}
+
+// Of every place in a line, on both sides; also so long that they go past the caches.
+void long_copies_are_whole_and_touch_nothing_else() {
+#if defined(__x86_64__)
+  const bool by_vectors = instruction_set() != InstructionSet::baseline;
+#else
+  const bool by_vectors = false;
+#endif
+  std::mt19937 random(2);
+  std::vector<std::size_t> lengths{kLongCopyBytes, kLongCopyBytes + 1, 4096, 70001};
+  if (by_vectors) lengths.push_back((std::size_t{4} << 20) + 100);
+  for (const std::size_t length : lengths) {
+    std::vector<unsigned char> source(length + 64);
+    for (unsigned char& byte : source) byte = static_cast<unsigned char>(random());
+    for (std::size_t shift = 0; shift < 64; shift += length > 100000 ? 21 : 1) {
+      const std::size_t from = random() % 64;
+      std::vector<unsigned char> destination(length + 64, 7), wanted = destination;
+      std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(from), length,
+                  wanted.begin() + static_cast<std::ptrdiff_t>(shift));
+      copy_bytes(&destination[shift], &source[from], length);
+      require(destination == wanted, "a long copy is memcpy's");
+#if defined(__x86_64__)
+      if (!by_vectors) continue;
+      std::fill(destination.begin(), destination.end(), static_cast<unsigned char>(7));
+      copy_by_vectors(&destination[shift], &source[from], length);
+      require(destination == wanted, "and so is one by vectors");
+#endif
+    }
+  }
 }
 
 void rectangles_land_where_they_should() {
@@ -293,6 +324,7 @@ int main() {
   a_device_refuses_what_it_has_no_kernel_for();
   for (InstructionSet set : instruction_sets()) {
     use_instruction_set(set);
+    long_copies_are_whole_and_touch_nothing_else();
     rectangles_land_where_they_should();
     threads_and_streaming_copy_everything();
     reductions_add_up();

@@ -1,0 +1,32 @@
+// Copies of bytes as they are, for runs that may be long.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+namespace shardcomm {
+
+// Below, every memcpy uses vectors.
+constexpr std::size_t kLongCopyBytes = 2048;
+
+#if defined(__x86_64__)
+// memcpy by vectors of AVX2, which the CPU must have.
+void copy_by_vectors(void* dst, const void* src, std::size_t bytes);
+#endif
+
+// memcpy of at least kLongCopyBytes.
+void copy_long(void* dst, const void* src, std::size_t bytes);
+
+// memcpy, without a weakness of glibc before 2.39: on AMD's processors since Zen 3 it copies 4 KiB
+// to about 1 MiB by `rep movsb`, which takes up to 20 times as long as vectors where the source
+// lies at a boundary of pages and the destination does not, as malloc's and NumPy's arrays
+// (https://sourceware.org/bugzilla/show_bug.cgi?id=30994).
+inline void copy_bytes(void* dst, const void* src, std::size_t bytes) {
+  if (bytes < kLongCopyBytes) {
+    std::memcpy(dst, src, bytes);
+  } else {
+    copy_long(dst, src, bytes);
+  }
+}
+
+}  // namespace shardcomm
