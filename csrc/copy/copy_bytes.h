@@ -17,10 +17,10 @@ void copy_by_vectors(void* dst, const void* src, std::size_t bytes);
 // memcpy of at least kLongCopyBytes.
 void copy_long(void* dst, const void* src, std::size_t bytes);
 
-// memcpy, without a weakness of glibc before 2.39: on AMD's processors since Zen 3 it copies 4 KiB
-// to about 1 MiB by `rep movsb`, which takes up to 20 times as long as vectors where the source
-// lies at a boundary of pages and the destination does not, as malloc's and NumPy's arrays
-// (https://sourceware.org/bugzilla/show_bug.cgi?id=30994).
+// memcpy, without a weakness of glibc before 2.39. On AMD's processors since Zen 3 glibc copies 4
+// KiB to about 1 MiB by `rep movsb`. That takes up to 20 times as long as vectors where the source
+// begins at a boundary of pages and the destination 16 bytes behind one, where malloc puts large
+// arrays (https://sourceware.org/bugzilla/show_bug.cgi?id=30994).
 inline void copy_bytes(void* dst, const void* src, std::size_t bytes) {
   if (bytes < kLongCopyBytes) {
     std::memcpy(dst, src, bytes);
