@@ -2,12 +2,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <functional>
-#include <future>
+#include <memory>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "comm/nccl_session.h"
@@ -40,6 +43,14 @@ std::uint64_t this_host() {
   return std::hash<std::string>{}(host);
 }
 
+// How connecting ended. The connecting thread moves the error here and keeps no reference to it, so
+// that only the caller frees it. With a std::future either thread might, which is right, too; but
+// the references are counted inside libstdc++, where a thread sanitizer sees no order.
+struct Outcome {
+  std::exception_ptr error;
+  std::atomic<bool> known{false};
+};
+
 }  // namespace
 
 NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int device,
@@ -64,12 +75,20 @@ void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOp
   watchdog_ = std::thread([self] { self->watch(); });
   // On a thread of its own, so that this one lets check_wait in; and an NCCL that cannot be brought
   // back from its call is left behind in it.
-  std::packaged_task<void()> task([self, ids, options] { self->connect_channels(ids, options); });
-  std::future<void> connected = task.get_future();
-  std::thread(std::move(task)).detach();
+  const auto outcome = std::make_shared<Outcome>();
+  std::thread([self, ids, options, outcome] {
+    std::exception_ptr error;
+    try {
+      self->connect_channels(ids, options);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    outcome->error = std::move(error);
+    outcome->known.store(true, std::memory_order_release);
+  }).detach();
   try {
     Pauses pauses;
-    while (connected.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    while (!outcome->known.load(std::memory_order_acquire)) {
       if (failed() && (over() || !nccl.aborts_in_groups())) check();
       pauses.pause();
     }
@@ -79,7 +98,7 @@ void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOp
     fail("aborted", "attach() was interrupted");
     throw;
   }
-  connected.get();
+  if (outcome->error) std::rethrow_exception(outcome->error);
 }
 
 void NcclSession::connect_channels(const std::array<nccl::UniqueId, 2>& ids,
