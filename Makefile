@@ -10,6 +10,8 @@ EXTRAS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What is imported is compiled then: a small part of what is installed.
+INSTALL := $(BIN)/pip install --quiet --no-compile
 SANITIZERS := address,undefined thread
 
 # Each of some hundred processes of the tests would compile again what it imports.
@@ -78,12 +80,12 @@ $(VENV)/installed: pyproject.toml Makefile
 	@command -v $(or $(CXX),c++) >/dev/null || \
 	  { echo "A C++17 compiler is missing (Debian: apt install g++)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade 'pip>=23.2' 'setuptools>=77'
-	$(BIN)/pip install --quiet '$(TORCH)' 'pybind11>=2.13' 'cmake>=3.25' ninja
+	$(INSTALL) --upgrade 'pip>=23.2' 'setuptools>=77'
+	$(INSTALL) '$(TORCH)' 'pybind11>=2.13' 'cmake>=3.25' ninja
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(CORE_SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,lint,docs,wheel$(EXTRAS)]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation --editable '.[test,bench,lint,docs,wheel$(EXTRAS)]'
 	$(BIN)/python -c 'from shardcomm.interop import backend; backend.load()'  # compiled before a rank's deadline counts
 	touch $@
 

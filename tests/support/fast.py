@@ -22,7 +22,9 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
         is_first = function not in seen
         seen.add(function)
         is_slow = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
-        starts = any(_starts(each) for each in functions_of(item))
+        starts = "cluster" in getattr(item, "fixturenames", ()) or any(
+            _starts(each) for each in functions_of(item)
+        )
         chosen = is_first and not is_slow and not starts
         (run if chosen else left_out).append(item)
     return run, left_out
