@@ -210,7 +210,7 @@ class Communicator(ABC):
             transport: As in `from_env`. "c10d" runs the collectives through two new groups of the same ranks and
                 backend; "local" is for ranks that are threads of one process.
             device: As in `from_env`. None: a GPU for transport "nccl", and for a group that sends GPUs' tensors
-                through NCCL unless the transport is "shm" or "hosts"; else the CPU. The GPU is the one to which the
+                through NCCL unless the transport is "shm" or "hosts"; else the CPU. "cuda" is the GPU to which the
                 group is bound (`init_process_group(device_id=...)`), or the current one.
             cta_policy: As in `from_env`.
             sums: As in `from_env`.
@@ -220,7 +220,8 @@ class Communicator(ABC):
 
         Raises:
             TypeError: `group` is no ProcessGroup of this rank.
-            ValueError: There is no default group; or as `from_env`.
+            ValueError: There is no default group; transport is "c10d" and ranks are in different numbers of torch's
+                groups, over other backends than Gloo; or as `from_env`.
             CudaError: As `from_env`.
             CommError: As `from_env`.
         """

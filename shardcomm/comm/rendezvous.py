@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 from shardcomm import _C
 from shardcomm.arguments.checks import check_seconds, check_type
@@ -168,14 +169,14 @@ def from_process_group(
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     kinds = backend_names(group)
-    found = _device_of(group, kinds, transport) if device is None else device
+    found = _device_of(group, kinds, transport) if device is None else _bound(group, device)
     try:
         where = (
             _any_device(found) if transport == "c10d" else core_device("from_process_group", found)
         )
         check_sums("from_process_group", sums, where, transport)
     except (ValueError, _C.CudaError) as error:
-        if device is not None or "cpu" not in kinds:
+        if device is not None or transport == "nccl" or "cpu" not in kinds:
             raise
         raise type(error)(
             f"{error}; device was left out, and the group's tensors of GPUs are NCCL's: give device='cpu' to exchange "
@@ -191,6 +192,7 @@ def from_process_group(
             name = exchange(secrets.token_hex(8).encode())[0].decode()
             over = _Store("from_process_group", group.get_group_store(), f"shardcomm/{name}", where)
             return _gloo_groups(exchange, over, ranks)
+        check_new_groups("from_process_group", exchange, [ranks])
         world = dist.get_process_group_ranks(group)
         gathers, reduces = (
             dist.new_group(
@@ -223,8 +225,31 @@ def _device_of(
     has_nccl = kinds.get("cuda") == "nccl" and transport not in ("shm", "hosts")
     if transport != "nccl" and not has_nccl:
         return "cpu"
+    return _bound(group, "cuda")
+
+
+def _bound(group: dist.ProcessGroup, device: torch.device | str) -> torch.device | str:
+    """The GPU that `group` is bound to, where `device` is "cuda" without saying which; else `device`."""
     bound: torch.device | None = group.bound_device_id
-    return bound or "cuda"
+    return bound if bound is not None and str(device) == bound.type else device
+
+
+def check_new_groups(operation: str, exchange: Exchange, parts: Iterable[Sequence[int]]) -> None:
+    """Checks that the ranks of each part can make a group of torch's by themselves; collective.
+
+    `torch.distributed.new_group` names a group that only its ranks make after these and after the number of groups
+    that the rank is in (_hash_ranks_to_str), and waits for ranks that find another name until its timeout.
+
+    Raises:
+        ValueError: On every rank, if ranks of a part are in different numbers of groups.
+    """
+    counts = [int(each) for each in exchange(b"%d" % len(distributed_c10d._world.pg_names))]
+    if any(len({counts[rank] for rank in part}) > 1 for part in parts):
+        raise ValueError(
+            f"{operation}: the ranks are in different numbers of torch's groups ({', '.join(map(str, counts))}), and "
+            "would wait for each other, since torch names a new group after that number; call it before the groups are "
+            "made that only some ranks are in"
+        )
 
 
 def _any_device(device: torch.device | str) -> torch.device:

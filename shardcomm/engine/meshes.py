@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import Mesh
-from shardcomm.comm.rendezvous import timeout_s
+from shardcomm.comm.rendezvous import check_new_groups, timeout_s
+from shardcomm.meeting.exchange import GroupExchange
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.unit.policy import Policy
 
@@ -147,12 +148,19 @@ def _secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:
 
 
 def _run_of(mesh: DeviceMesh, size: int) -> Communicator:
-    """This rank and its neighbours: its run of `size` consecutive ranks of those that shard over `mesh`; collective."""
+    """This rank and its neighbours: its run of `size` consecutive ranks of those that shard over `mesh`; collective.
+
+    Raises:
+        ValueError: As `check_new_groups`.
+    """
     row = mesh.get_group(mesh.ndim - 1)
-    first = row.rank() // size * size
+    patience_s = timeout_s(row, torch.device(mesh.device_type))
+    runs = [range(first, first + size) for first in range(0, row.size(), size)]
+    check_new_groups("fully_shard", GroupExchange(row, patience_s), runs)
+    ranks = dist.get_process_group_ranks(row)
     group = dist.new_group(
-        dist.get_process_group_ranks(row)[first : first + size],
-        timeout=timedelta(seconds=timeout_s(row, torch.device(mesh.device_type))),
+        [ranks[rank] for rank in runs[row.rank() // size]],
+        timeout=timedelta(seconds=patience_s),
         backend=dist.get_backend(row),
         use_local_synchronization=True,
     )

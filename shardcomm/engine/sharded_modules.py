@@ -1,12 +1,18 @@
-"""Which modules are sharded. A parameter or module that is put into one later is refused, and so is DDP of one."""
+"""Which modules are sharded. A parameter or module that is put into one later is refused.
+
+So are DistributedDataParallel and FSDP of a sharded model, and sharding a model that they spread over ranks already.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import OrderedDict
 from functools import cache, partial
 from typing import NoReturn
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -21,11 +27,50 @@ def is_sharded(module: nn.Module) -> bool:
     return module in _sharded
 
 
+def check_not_spread(model: nn.Module) -> None:
+    """Looks for modules that torch spreads over ranks, whose gradients it would average, too.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _wrappers()):
+            raise ValueError(
+                f"{type(module).__name__} {name!r} spreads a model over ranks itself; give fully_shard the model that "
+                "is in it, as in its .module"
+            )
+        if "fully_shard" in vars(module).get(REGISTRY_KEY, ()):
+            raise ValueError(
+                f"{type(module).__name__} {name!r} is sharded by fully_shard of torch; give the model as it was before "
+                "it, or keep FSDP2 and let it communicate by shardcomm.fsdp2.attach(model)"
+            )
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    """Torch's modules around a model; of FSDP, which loads slowly, if the program has loaded it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    both = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return both if fsdp is None else (*both, fsdp.FullyShardedDataParallel)
+
+
+class _Registry(OrderedDict[str, object]):
+    """Of torch's composable functions that were applied to a module, where FSDP2 looks for itself first."""
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            raise RuntimeError(
+                "fully_shard of torch, of a model that shardcomm.fully_shard has sharded: its engine shards the "
+                "parameters already; call the model itself"
+            )
+        return super().__contains__(name)
+
+
 def remember(model: nn.Module) -> None:
     """Counts `model` and all modules in it as sharded from now on."""
     _install()
     _sharded.update(model.modules())
     for module in model.modules():
+        vars(module)[REGISTRY_KEY] = _Registry(vars(module).get(REGISTRY_KEY, ()))
         vars(module)["__prepare_scriptable__"] = partial(_refuse_script, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _leave_in_place
@@ -58,7 +103,7 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) and child:
+    if isinstance(module, _wrappers()) and child:
         # `replicate` of torch.distributed gives it a list of the parameters.
         parameters = any(getattr(each, "whole", None) is not None for each in child.parameters())
         if parameters or any(map(is_sharded, child.modules())):

@@ -21,7 +21,7 @@ from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
 from shardcomm.engine.model_checks import check_devices, check_modules, check_separate_memory
 from shardcomm.engine.shard_units import shard_units
-from shardcomm.engine.sharded_modules import is_sharded, remember
+from shardcomm.engine.sharded_modules import check_not_spread, is_sharded, remember
 from shardcomm.parameter import backward_inputs, collectives, optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.replaced import take_over
@@ -171,6 +171,7 @@ def fully_shard(
             "model, or a module of it, is sharded already; call fully_shard once, with the whole model, "
             "and name the modules to gather one by one in units="
         )
+    check_not_spread(model)
     rest = Policy(
         comm,
         Strategy.named(strategy).name,

@@ -90,7 +90,9 @@ def all_gather_into_tensor(
         shardcomm.all_gather_into_tensor(full, torch.ones(4))
         ```
     """
-    recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
+    recv, send = _detached(
+        "all_gather_into_tensor", output_tensor=output_tensor, input_tensor=input_tensor
+    )
     comm = _communicator("all_gather_into_tensor", group, send.device)
     if recv.dtype == send.dtype:  # else they are converted on the way
         recv, send = movable(recv), movable(send)
@@ -162,7 +164,7 @@ def reduce_scatter_tensor(
         raise ValueError(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
-    recv, send = _detached("reduce_scatter_tensor", output, input)
+    recv, send = _detached("reduce_scatter_tensor", output=output, input=input)
     comm = _communicator("reduce_scatter_tensor", group, send.device)
     stream = _after_compute(comm, comm.streams.reduce) if async_op else None
     work = comm.reduce_scatter(recv, send, OPS[op], stream=stream)
@@ -170,17 +172,17 @@ def reduce_scatter_tensor(
     return work
 
 
-def _detached(
-    operation: str, output: torch.Tensor, input: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    for name, tensor in (("output", output), ("input", input)):
+def _detached(operation: str, **operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is written and what is read, as tensors for the core; `operands` are both, in this order."""
+    for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{operation}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor"
             )
-    recv, send = output.detach(), resolved(operation, "input", input.detach(), written=False)
-    check_movable(operation, "output", recv)
-    check_movable(operation, "input", send)
+    (output, written), (input, read) = operands.items()
+    recv, send = written.detach(), resolved(operation, input, read.detach(), written=False)
+    check_movable(operation, output, recv)
+    check_movable(operation, input, send)
     return recv, send
 
 
@@ -212,7 +214,11 @@ def _communicator(operation: str, group: Group, device: torch.device) -> Communi
             f"{operation}: group is {group!r}; it must be a ProcessGroup of which this rank is part, or a Communicator"
         )
     kinds = backend_names(group)
-    is_mixed = len(set(kinds.values())) > 1 and device.type in kinds
+    is_mixed = len(set(kinds.values())) > 1
+    if is_mixed and device.type not in kinds:
+        raise ValueError(
+            f"{operation}: input is on {device}; the group has backends for tensors on {' and '.join(kinds)}"
+        )
     where = device.type if is_mixed else None
     by_device = _communicators.setdefault(group, {})
     if where not in by_device:

@@ -279,13 +279,18 @@ def check_value(operation: str, name: str, current: torch.Tensor, value: object)
     """Checks that `value` can be copied to `current`.
 
     Raises:
-        ValueError: `value` is no tensor of the shape of `current`, or it is another part of it.
+        ValueError: `value` is no tensor of the shape of `current`, has no values, or is another part of it.
     """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
     if value.shape != current.shape:
         raise ValueError(
             f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
+        )
+    if value.is_meta and not current.is_meta:
+        raise ValueError(
+            f"{operation}: {name} is on the meta device, where tensors have no values; the model keeps its own if the "
+            "name is left out, with strict=False"
         )
     if is_dtensor(value) and not is_dtensor(current):
         raise ValueError(

@@ -135,6 +135,21 @@ def changed_by_a_hook(net: nn.Module, change: Callable[[torch.Tensor], torch.Ten
     net._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("wrong", ["norm.running_var", "linear.weight"])
+def test_values_on_the_meta_device_are_refused_by_name(wrong: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Normed)
+        engine = fully_shard(model, comm)
+        state = plain.state_dict()
+        state[wrong] = state[wrong].to("meta")
+        with pytest.raises(ValueError, match=f"{wrong} is on the meta device"):
+            engine.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=f"{wrong}.*meta"):  # as torch says for a buffer
+            model.load_state_dict(state)
+
+    run_threads(body, 2)
+
+
 @pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_what_a_hook_makes_of_the_parameters_is_of_whole_ones_or_refused(strategy: str) -> None:

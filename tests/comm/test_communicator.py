@@ -333,6 +333,11 @@ def of_a_group_with_nccl(config: str) -> None:
         world.bound_device_id = bound
         with pytest.raises(_C.CudaError, match=f"device is {named}:.*{way_out}"):
             Communicator.from_process_group()
+        with pytest.raises(_C.CudaError, match=f"device is {named}:"):
+            Communicator.from_process_group(device="cuda")
+        with pytest.raises(_C.CudaError, match=f"device is {named}:") as refused:
+            Communicator.from_process_group(transport="nccl")
+        assert "device='cpu'" not in str(refused.value)  # which NCCL has nothing for
     world.bound_device_id = None
     for options in ({"device": "cpu"}, {"transport": "shm"}):
         with Communicator.from_process_group(**options) as comm:  # type: ignore[arg-type]

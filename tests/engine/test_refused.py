@@ -603,23 +603,6 @@ def test_rows_are_not_mixed_with_other_ranks_rows(
     with_sharded(body, granularity=granularity)
 
 
-@pytest.mark.parametrize(
-    "outer",
-    [lambda model: model, nn.Sequential, lambda model: nn.ParameterList(model.parameters())],
-)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any], strategy: str) -> None:
-    """Of a list of its parameters, too, which `replicate` of torch.distributed makes of a model."""
-    model = model_of()
-    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear, strategy=strategy)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="averages gradients already: call the model itself"):
-            nn.parallel.DistributedDataParallel(outer(model))
-    finally:
-        dist.destroy_process_group()
-
-
 def with_a_hook(model: nn.Linear) -> None:
     model.weight.register_hook(lambda grad: grad * 0)  # type: ignore[no-untyped-call]
 

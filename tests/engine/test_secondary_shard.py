@@ -538,6 +538,9 @@ def train_on_processes() -> None:
         host.barrier()  # an engine leaves the groups that it made, and no other
         taken = {r.operation: r.taken for r in host.receipts()}
         assert taken["all_gather"] == "inline", taken
+    dist.new_group([0])  # after which ranks of a run would name their group differently
+    with pytest.raises(ValueError, match="fully_shard: the ranks are in different numbers of"):
+        fully_shard(make("checkpoint"), mesh, reshard_after_forward=HOST)
     dist.destroy_process_group()
 
 

@@ -55,6 +55,8 @@ def over_a_group_with_nccl() -> list[float]:
     full, part = torch.empty(2), torch.empty(1)
     shardcomm.all_gather_into_tensor(full, torch.ones(1) + dist.get_rank())
     shardcomm.reduce_scatter_tensor(part, full)
+    with pytest.raises(ValueError, match="input is on meta; the group has backends for tensors on"):
+        shardcomm.all_gather_into_tensor(full.to("meta"), part.to("meta"))
     dist.destroy_process_group()
     return [*full.tolist(), *part.tolist()]
 

@@ -381,3 +381,20 @@ def connect_in_debug_mode() -> None:
 
 def test_ranks_in_different_numbers_of_groups_meet_in_torchs_debug_mode() -> None:
     launch(connect_in_debug_mode, 2, timeout_s=60)
+
+
+def connect_over_new_groups_of_torch(backend: str) -> None:
+    """With new groups of torch's own, which ranks make that are in different numbers of groups."""
+    dist.init_process_group(backend)
+    Communicator.from_process_group(transport="c10d", deadline_s=10).close()
+    dist.new_group([0])
+    refusal = (
+        r"ranks are in different numbers of torch's groups \(4, 3\).*call it before the groups"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        Communicator.from_process_group(transport="c10d")
+    dist.destroy_process_group()
+
+
+def test_ranks_in_different_numbers_of_groups_are_told_so_at_once() -> None:
+    launch(connect_over_new_groups_of_torch, 2, ("cpu:shardcomm",), timeout_s=60)
