@@ -43,9 +43,10 @@ std::uint64_t this_host() {
   return std::hash<std::string>{}(host);
 }
 
-// How connecting ended. The connecting thread moves the error here and keeps no reference to it, so
-// that only the caller frees it. With a std::future either thread might, which is right, too; but
-// the references are counted inside libstdc++, where a thread sanitizer sees no order.
+// How connecting ended. The connecting thread moves the error in and the caller moves it out, so
+// that a thread which reads it has the last reference. With a std::future either thread might free
+// it, which is right, too; but the references are counted inside libstdc++, where a thread
+// sanitizer sees no order.
 struct Outcome {
   std::exception_ptr error;
   std::atomic<bool> known{false};
@@ -98,7 +99,9 @@ void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOp
     fail("aborted", "attach() was interrupted");
     throw;
   }
-  if (outcome->error) std::rethrow_exception(outcome->error);
+  if (std::exception_ptr error = std::move(outcome->error)) {
+    std::rethrow_exception(std::move(error));
+  }
 }
 
 void NcclSession::connect_channels(const std::array<nccl::UniqueId, 2>& ids,

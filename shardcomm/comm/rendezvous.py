@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -192,7 +192,7 @@ def from_process_group(
             name = exchange(secrets.token_hex(8).encode())[0].decode()
             over = _Store("from_process_group", group.get_group_store(), f"shardcomm/{name}", where)
             return _gloo_groups(exchange, over, ranks)
-        check_new_groups("from_process_group", exchange, [ranks])
+        check_new_groups("from_process_group", [ranks], exchange)
         world = dist.get_process_group_ranks(group)
         gathers, reduces = (
             dist.new_group(
@@ -234,21 +234,34 @@ def _bound(group: dist.ProcessGroup, device: torch.device | str) -> torch.device
     return bound if bound is not None and str(device) == bound.type else device
 
 
-def check_new_groups(operation: str, exchange: Exchange, parts: Iterable[Sequence[int]]) -> None:
-    """Checks that the ranks of each part can make a group of torch's by themselves; collective.
+def check_new_groups(
+    operation: str,
+    parts: Sequence[Sequence[int]],
+    row: Exchange,
+    column: Exchange | None = None,
+) -> None:
+    """Checks that the ranks of each part of a row can make a group of torch's by themselves; collective.
 
     `torch.distributed.new_group` names a group that only its ranks make after these and after the number of groups
     that the rank is in (_hash_ranks_to_str), and waits for ranks that find another name until its timeout.
 
+    Args:
+        operation: What the error begins with.
+        parts: Ranks of a row: those of each new group.
+        row: Over the ranks of this rank's row.
+        column: Over the ranks at this rank's place of all rows, if there are several.
+
     Raises:
-        ValueError: On every rank, if ranks of a part are in different numbers of groups.
+        ValueError: On every rank, if ranks of a part of any row are in different numbers of groups.
     """
-    counts = [int(each) for each in exchange(b"%d" % len(distributed_c10d._world.pg_names))]
-    if any(len({counts[rank] for rank in part}) > 1 for part in parts):
+    counts = row(b"%d" % len(distributed_c10d._world.pg_names))
+    rows = [counts] if column is None else [each.split() for each in column(b" ".join(counts))]
+    if any(len({each[rank] for rank in part}) > 1 for each in rows for part in parts):
+        shown = ", ".join(count.decode() for each in rows for count in each)
         raise ValueError(
-            f"{operation}: the ranks are in different numbers of torch's groups ({', '.join(map(str, counts))}), and "
-            "would wait for each other, since torch names a new group after that number; call it before the groups are "
-            "made that only some ranks are in"
+            f"{operation}: the ranks are in different numbers of torch's groups ({shown}), and would wait for each "
+            "other, since torch names a new group after that number; call it before the groups are made that only some "
+            "ranks are in"
         )
 
 

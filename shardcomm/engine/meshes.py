@@ -156,7 +156,8 @@ def _run_of(mesh: DeviceMesh, size: int) -> Communicator:
     row = mesh.get_group(mesh.ndim - 1)
     patience_s = timeout_s(row, torch.device(mesh.device_type))
     runs = [range(first, first + size) for first in range(0, row.size(), size)]
-    check_new_groups("fully_shard", GroupExchange(row, patience_s), runs)
+    columns = [GroupExchange(mesh.get_group(dim), patience_s) for dim in range(mesh.ndim - 1)]
+    check_new_groups("fully_shard", runs, GroupExchange(row, patience_s), *columns)
     ranks = dist.get_process_group_ranks(row)
     group = dist.new_group(
         [ranks[rank] for rank in runs[row.rank() // size]],

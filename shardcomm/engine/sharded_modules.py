@@ -1,6 +1,6 @@
 """Which modules are sharded. A parameter or module that is put into one later is refused.
 
-So are DistributedDataParallel and FSDP of a sharded model, and sharding a model that they spread over ranks already.
+So are DistributedDataParallel, FSDP1 and FSDP2 of a sharded model, and sharding a model that they spread already.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import NoReturn
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,41 +28,31 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def check_not_spread(model: nn.Module) -> None:
-    """Looks for modules that torch spreads over ranks, whose gradients it would average, too.
+    """Looks for modules whose gradients torch would average, too, or whose parameters it has flattened.
 
     Raises:
         ValueError: There is one.
     """
     for name, module in model.named_modules():
-        if isinstance(module, _wrappers()):
+        here = f"{type(module).__name__} {name!r}"
+        if isinstance(module, (nn.parallel.DistributedDataParallel, _fsdp1())):
             raise ValueError(
-                f"{type(module).__name__} {name!r} spreads a model over ranks itself; give fully_shard the model that "
-                "is in it, as in its .module"
+                f"{here} spreads a model over ranks itself; give fully_shard the model as it was before it"
             )
-        if "fully_shard" in vars(module).get(REGISTRY_KEY, ()):
-            raise ValueError(
-                f"{type(module).__name__} {name!r} is sharded by fully_shard of torch; give the model as it was before "
-                "it, or keep FSDP2 and let it communicate by shardcomm.fsdp2.attach(model)"
-            )
+        for applied in ("fully_shard", "replicate"):
+            if applied in vars(module).get(REGISTRY_KEY, ()):
+                raise ValueError(
+                    f"{here} is spread over ranks by {applied} of torch; give the model as it was before it, or keep "
+                    "FSDP2 and let it communicate by shardcomm.fsdp2.attach(model)"
+                )
 
 
-def _wrappers() -> tuple[type[nn.Module], ...]:
-    """Torch's modules around a model; of FSDP, which loads slowly, if the program has loaded it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    both = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return both if fsdp is None else (*both, fsdp.FullyShardedDataParallel)
-
-
-class _Registry(OrderedDict[str, object]):
-    """Of torch's composable functions that were applied to a module, where FSDP2 looks for itself first."""
-
-    def __contains__(self, name: object) -> bool:
-        if name == "fully_shard":
-            raise RuntimeError(
-                "fully_shard of torch, of a model that shardcomm.fully_shard has sharded: its engine shards the "
-                "parameters already; call the model itself"
-            )
-        return super().__contains__(name)
+def _fsdp1() -> type[nn.Module] | tuple[()]:
+    """FSDP1's class if the program has loaded it, which takes long."""
+    found: type[nn.Module] | tuple[()] = getattr(
+        sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ()
+    )
+    return found
 
 
 def remember(model: nn.Module) -> None:
@@ -70,10 +60,17 @@ def remember(model: nn.Module) -> None:
     _install()
     _sharded.update(model.modules())
     for module in model.modules():
-        vars(module)[REGISTRY_KEY] = _Registry(vars(module).get(REGISTRY_KEY, ()))
+        # Where FSDP2 looks whether it was applied already, and `replicate` whether it should leave a module out.
+        vars(module).setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
         vars(module)["__prepare_scriptable__"] = partial(_refuse_script, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _leave_in_place
+
+
+def let_go(model: nn.Module) -> None:
+    """Lets torch shard `model`, whose engine is closed."""
+    for module in model.modules():
+        vars(module).get(REGISTRY_KEY, {}).pop("fully_shard", None)
 
 
 def _refuse_script(kind: str) -> NoReturn:
@@ -103,10 +100,16 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(module, _wrappers()) and child:
+    if (
+        isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, _fsdp1()))
+        and child
+    ):
+        ignored = getattr(module, "_ignored_modules", ())  # FSDP1's
         # `replicate` of torch.distributed gives it a list of the parameters.
         parameters = any(getattr(each, "whole", None) is not None for each in child.parameters())
-        if parameters or any(map(is_sharded, child.modules())):
+        if (parameters and not ignored) or any(
+            is_sharded(each) for each in child.modules() if each not in ignored
+        ):
             raise RuntimeError(
                 f"{type(module).__name__} of a model that fully_shard has sharded would put one rank's rows over those "
                 "of the others, or copy them; its engine averages gradients already: call the model itself"

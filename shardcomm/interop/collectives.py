@@ -91,7 +91,7 @@ def all_gather_into_tensor(
         ```
     """
     recv, send = _detached(
-        "all_gather_into_tensor", output_tensor=output_tensor, input_tensor=input_tensor
+        "all_gather_into_tensor", ("output_tensor", output_tensor), ("input_tensor", input_tensor)
     )
     comm = _communicator("all_gather_into_tensor", group, send.device)
     if recv.dtype == send.dtype:  # else they are converted on the way
@@ -164,7 +164,7 @@ def reduce_scatter_tensor(
         raise ValueError(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
-    recv, send = _detached("reduce_scatter_tensor", output=output, input=input)
+    recv, send = _detached("reduce_scatter_tensor", ("output", output), ("input", input))
     comm = _communicator("reduce_scatter_tensor", group, send.device)
     stream = _after_compute(comm, comm.streams.reduce) if async_op else None
     work = comm.reduce_scatter(recv, send, OPS[op], stream=stream)
@@ -172,17 +172,19 @@ def reduce_scatter_tensor(
     return work
 
 
-def _detached(operation: str, **operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is written and what is read, as tensors for the core; `operands` are both, in this order."""
-    for name, tensor in operands.items():
+def _detached(
+    operation: str, output: tuple[str, torch.Tensor], input: tuple[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is written and what is read, each given with its argument's name, as tensors for the core."""
+    for name, tensor in (output, input):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{operation}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor"
             )
-    (output, written), (input, read) = operands.items()
-    recv, send = written.detach(), resolved(operation, input, read.detach(), written=False)
-    check_movable(operation, output, recv)
-    check_movable(operation, input, send)
+    (to, written), (of, read) = output, input
+    recv, send = written.detach(), resolved(operation, of, read.detach(), written=False)
+    check_movable(operation, to, recv)
+    check_movable(operation, of, send)
     return recv, send
 
 

@@ -289,8 +289,8 @@ def check_value(operation: str, name: str, current: torch.Tensor, value: object)
         )
     if value.is_meta and not current.is_meta:
         raise ValueError(
-            f"{operation}: {name} is on the meta device, where tensors have no values; the model keeps its own if the "
-            "name is left out, with strict=False"
+            f"{operation}: {name} is on the meta device, where tensors have no values; give one that has "
+            "some"
         )
     if is_dtensor(value) and not is_dtensor(current):
         raise ValueError(

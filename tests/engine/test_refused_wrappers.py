@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed._composable.replicate import replicate
 
 from shardcomm import Communicator, fully_shard
 from support.tied import model_of
@@ -44,20 +45,48 @@ def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any], strategy
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_fsdp2_of_a_sharded_model_or_a_module_of_it_is_refused(strategy: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model, alone(), units=nn.Linear, strategy=strategy)
+    engine = fully_shard(model, alone(), units=nn.Linear, strategy=strategy)
     for module in (model, model[0]):
-        with pytest.raises(RuntimeError, match="its engine shards the parameters already"):
+        with pytest.raises(AssertionError, match="fully_shard has already been applied"):
             fsdp.fully_shard(module)
     model(torch.ones(4)).sum().backward()  # it is as it was
     assert all(param.grad is not None for param in model.parameters())
+    engine.close()
+    if strategy == "no_shard":  # a plain model again
+        model.zero_grad()
+        fsdp.fully_shard(model)
+        model(torch.ones(4)).sum().backward()
 
 
 @pytest.mark.usefixtures("group")
-def test_fsdp1_of_a_sharded_model_is_refused() -> None:
+def test_replicate_leaves_a_sharded_model_as_it_is() -> None:
+    """As it leaves one that FSDP2 has sharded: the engine averages gradients itself."""
     model = nn.Linear(4, 4)
-    fully_shard(model, alone(), strategy="no_shard")
-    with pytest.raises(RuntimeError, match="FullyShardedDataParallel of a model that fully_shard"):
-        fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    fully_shard(model, alone())
+    outer = replicate(nn.Sequential(model, nn.Linear(4, 4)))
+    outer(torch.ones(4)).sum().backward()
+    assert all(param.grad is not None for param in outer.parameters())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_fsdp1_of_a_sharded_model_is_refused(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], alone(), strategy=strategy)
+    refusal = "FullyShardedDataParallel of a model that fully_shard|outside of the forward"
+    with pytest.raises(RuntimeError, match=refusal):
+        fsdp.FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp1_may_ignore_a_sharded_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], alone(), strategy="no_shard")
+    outer = fsdp.FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), ignored_modules=[model[0]]
+    )
+    outer(torch.ones(4)).sum().backward()
+    assert all(param.grad is not None for param in model[0].parameters())
 
 
 @pytest.mark.usefixtures("group")
@@ -65,10 +94,9 @@ def test_fsdp1_of_a_sharded_model_is_refused() -> None:
     "wrapper",
     [
         nn.parallel.DistributedDataParallel,
-        nn.DataParallel,
         lambda model: fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu")),
     ],
-    ids=["DDP", "DataParallel", "FSDP1"],
+    ids=["DDP", "FSDP1"],
 )
 def test_a_wrapped_model_is_not_sharded(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     wrapped = wrapper(nn.Linear(4, 4))
@@ -78,9 +106,10 @@ def test_a_wrapped_model_is_not_sharded(wrapper: Callable[[nn.Module], nn.Module
 
 
 @pytest.mark.usefixtures("group")
-def test_what_fsdp2_has_sharded_is_not_sharded_again() -> None:
+@pytest.mark.parametrize("apply", [fsdp.fully_shard, replicate])
+def test_what_torch_has_spread_is_not_sharded_again(apply: Callable[[nn.Module], Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fsdp.fully_shard(model[1])
+    apply(model[1])
     for whole in (model, model[1]):
-        with pytest.raises(ValueError, match=r"sharded by fully_shard of torch;.*fsdp2\.attach"):
+        with pytest.raises(ValueError, match=rf"by {apply.__name__} of torch;.*fsdp2\.attach"):
             fully_shard(whole, alone())

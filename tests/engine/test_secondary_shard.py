@@ -580,6 +580,9 @@ def train_over_two_dims() -> None:
         state = trained(ranks, tp, strategy=strategy, reshard_after_forward=2)
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
+    dist.new_group([0])  # of the first row, of which the others hear
+    with pytest.raises(ValueError, match="fully_shard: the ranks are in different numbers of"):
+        trained(replicas, None, strategy="hybrid_shard", reshard_after_forward=2)
     dist.destroy_process_group()
 
 
