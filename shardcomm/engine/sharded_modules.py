@@ -21,6 +21,8 @@ from torch.nn.modules.module import (
 # Modules stay in it when their engine is closed.
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+_OURS = RegistryItem()
+
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` has been called with `module`, or with a module around it."""
@@ -61,7 +63,7 @@ def remember(model: nn.Module) -> None:
     _sharded.update(model.modules())
     for module in model.modules():
         # Where FSDP2 looks whether it was applied already, and `replicate` whether it should leave a module out.
-        vars(module).setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+        vars(module).setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = _OURS
         vars(module)["__prepare_scriptable__"] = partial(_refuse_script, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _leave_in_place
@@ -70,7 +72,9 @@ def remember(model: nn.Module) -> None:
 def let_go(model: nn.Module) -> None:
     """Lets torch shard `model`, whose engine is closed."""
     for module in model.modules():
-        vars(module).get(REGISTRY_KEY, {}).pop("fully_shard", None)
+        registry = vars(module).get(REGISTRY_KEY, {})
+        if registry.get("fully_shard") is _OURS:  # not FSDP2's, where an engine is closed once more
+            del registry["fully_shard"]
 
 
 def _refuse_script(kind: str) -> NoReturn:

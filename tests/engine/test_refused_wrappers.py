@@ -55,7 +55,12 @@ def test_fsdp2_of_a_sharded_model_or_a_module_of_it_is_refused(strategy: str) ->
     if strategy == "no_shard":  # a plain model again
         model.zero_grad()
         fsdp.fully_shard(model)
+        engine.close()  # once more, which leaves FSDP2's model as it is
         model(torch.ones(4)).sum().backward()
+        with pytest.raises(ValueError, match="sharded already"):
+            fully_shard(model, alone())
+        with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+            fsdp.fully_shard(model)
 
 
 @pytest.mark.usefixtures("group")
