@@ -166,8 +166,8 @@ class Communicator(ABC):
                 host by host; and else c10d over Gloo. It also takes c10d, with a warning on every rank, where a rank
                 cannot map the memory of others on its host. Receipts say why.
             device: "cpu"; or "cuda" for the GPU whose number is this rank's among the ranks of its host; or a
-                `torch.device`. None: that GPU if each rank of the host has one and NCCL is there, else the CPU. A GPU
-                becomes torch's current device.
+                `torch.device`. None: that GPU if each rank of the host has one and NCCL is there, else the CPU, with a
+                warning if there are GPUs. A GPU becomes torch's current device.
             cta_policy: How much of the GPU NCCL may take (its NCCL_CTA_POLICY). With "zero", copy engines and no SMs do
                 the gathers among ranks of one host into memory of `allocate(use="gather")`. "zero" needs NCCL 2.28,
                 and "efficiency" 2.27. If the environment variable NCCL_CTA_POLICY is set, it wins.

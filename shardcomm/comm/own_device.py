@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import get_args
 
 import torch
 
-from shardcomm import _C
 from shardcomm.comm import nccl
 from shardcomm.comm.core import core_device
 from shardcomm.comm.words import CtaPolicy, Sums, Transport
@@ -50,7 +50,7 @@ def checked_device(
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if device is None:
-        device = _own_device(own, transport)
+        device = _own_device(operation, own, transport)
     elif str(device) == "cuda":
         device = own_gpu(own, torch.cuda.device_count())
     where = core_device(operation, device)
@@ -68,15 +68,31 @@ def take(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _own_device(own: Launched, transport: Transport) -> torch.device:
+def _own_device(operation: str, own: Launched, transport: Transport) -> torch.device:
     """This rank's GPU if "nccl" is asked for, or if NCCL is there and each rank of the host has a GPU; else the CPU."""
-    ranks_here = own.local_size or 1 + (own.local_rank or 0)
-    gpus = torch.cuda.device_count() if _C.cuda_built else 0
-    if transport == "nccl" or (
-        transport == "auto" and gpus >= ranks_here and nccl.status().available
-    ):
+    gpus = torch.cuda.device_count()
+    if transport == "nccl":
         return own_gpu(own, gpus)
+    if transport == "auto" and gpus > 0:
+        reason = _why_not_on_gpus(own.local_size or 1 + (own.local_rank or 0), gpus)
+        if reason is None:
+            return own_gpu(own, gpus)
+        if not own.local_rank:  # once a host
+            warnings.warn(
+                f"{operation}: the ranks work on CPUs, since {reason}; device='cpu' says that this is meant",
+                RuntimeWarning,
+                stacklevel=5,
+            )
     return torch.device("cpu")
+
+
+def _why_not_on_gpus(ranks_here: int, gpus: int) -> str | None:
+    """Why ranks that did not name a device leave the GPUs of their host alone; None if they need not."""
+    if gpus < ranks_here:
+        each = "give device='cuda' if the launcher shows each rank a GPU of its own"
+        return f"this host has {ranks_here} of them, and sees {gpus} GPU{'s'[: gpus > 1]} ({each})"
+    nccl_here = nccl.status()
+    return None if nccl_here.available else nccl_here.reason
 
 
 def own_gpu(own: Launched, gpus: int) -> torch.device:

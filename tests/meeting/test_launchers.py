@@ -13,13 +13,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardcomm import CommError, Communicator
-from shardcomm.comm import rendezvous
+from shardcomm.comm import nccl, own_device, rendezvous
 from shardcomm.comm.own_device import own_gpu
 from shardcomm.meeting.announcement import announce, ask
 from shardcomm.meeting.launchers import Launched, launched, meeting_point
@@ -224,6 +226,37 @@ def test_the_gpu_is_that_of_the_rank_on_its_host(
     """Of 1: srun --gpus-per-task=1 shows each task its own alone."""
     given(monkeypatch, srun(3, 4))
     assert own_gpu(launched(), gpus) == torch.device("cuda", gpu)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl_is_there", "device", "says"),
+    [
+        (4, True, "cuda:0", ""),
+        (1, True, "cpu", "this host has 4 of them, and sees 1 GPU .*give device='cuda'"),
+        (4, False, "cpu", "there is no NCCL"),
+        (0, True, "cpu", ""),
+    ],
+)
+def test_that_gpus_are_left_alone_is_said_once_a_host(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, nccl_is_there: bool, device: str, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    status = SimpleNamespace(available=nccl_is_there, reason="there is no NCCL")
+    monkeypatch.setattr(nccl, "status", lambda: status)
+    monkeypatch.setattr(own_device, "core_device", lambda operation, given: torch.device(given))
+    for rank in range(4):
+        own = Launched("", rank, 4, rank, 4)
+        said = (
+            pytest.warns(RuntimeWarning, match=f"^connect: the ranks work on CPUs, since {says}")
+            if says and rank == 0
+            else warnings.catch_warnings(action="error")
+        )
+        with said:
+            found = own_device.checked_device("connect", own, "auto", None, "default", "fast")
+        assert found == torch.device("cpu" if device == "cpu" else f"cuda:{rank}")
+        with warnings.catch_warnings(action="error"):
+            named = own_device.checked_device("connect", own, "auto", "cpu", "default", "fast")
+        assert named == torch.device("cpu")
 
 
 def test_the_gpu_is_the_current_device_when_the_group_is_made(
