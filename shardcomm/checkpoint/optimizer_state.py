@@ -130,7 +130,10 @@ class OptimizerState:
 
     def _make_missing_state(self, of: Set[nn.Parameter]) -> None:
         """Makes the state with which the first step begins of those that have none; parameters stay the same."""
-        probe = copy.copy(self._optimizer)
+        probe = copy.copy(self._optimizer)  # without what it has besides torch's attributes
+        for name, value in vars(self._optimizer).items():
+            if name != "step":  # which a scheduler of torch's has bound to the optimizer itself
+                vars(probe).setdefault(name, value)
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param not in of or self._optimizer.state.get(param):

@@ -102,6 +102,7 @@ class _Hooks(Hooks):
                 continue  # inside of engine.gathered() torch loads the full parameter
             current, value = self._parts[param].of(param), state[name]
             if value is not param:
+                value = _given(value)
                 try:
                     check_value("load_state_dict", name, current, value)
                 except ValueError as error:
@@ -208,14 +209,14 @@ def load_state_dict(
                 f"load_state_dict: {name!r} is made anew by a hook of the model's state_dict, or an override of it, so "
                 "that nothing can be loaded into it; call model.load_state_dict, which calls the hooks for loading"
             )
-        check_value("load_state_dict", name, into, given[name])
+        check_value("load_state_dict", name, into, _given(given[name]))
     loaded = set()  # parts of parameters, also where this rank has no rows
     for name, current in state.items():
         if _is_modules(name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         elif not _is_extra(name, current):
             into = _held(current, parts)
-            load_value(into, given[name])
+            load_value(into, _given(given[name]))
             if isinstance(into, ShardTensor):  # not inside of engine.gathered()
                 loaded.add(id(into.part))
     written([param for param, part in parts.items() if id(part) in loaded])
@@ -227,6 +228,12 @@ def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
     if isinstance(value, ShardedRows):  # made by a hook of the model's state dict
         return value.whole.part.of(value)
     return value.detach()
+
+
+def _given(value: Any) -> Any:
+    """`value`; of a sharded parameter, or of its copy by `param.detach().clone()`, the ShardTensor of the same rows."""
+    is_rows = isinstance(value, ShardedParameter | ShardedRows)
+    return value.whole.part.of(value) if is_rows else value
 
 
 def _address(value: torch.Tensor) -> int:

@@ -53,6 +53,19 @@ class Call:
                 self._difference(self._main)
             raise
 
+    @contextmanager
+    def ended_by_errors(self, meshes: Iterable[Mesh]) -> Iterator[None]:
+        """Ends the groups of `meshes` if this rank raises, since the other ranks wait in collectives of the call."""
+        try:
+            with self.together:
+                yield
+        except CommError:
+            raise
+        except Exception as error:
+            for mesh in meshes:
+                mesh.abort(f"its fully_shard raised {error!r}")
+            raise
+
     def _difference(self, mesh: Mesh, items: Iterable[Item] = ()) -> str:
         with self.together:
             return difference((mesh.shard, mesh.replicate), [Item("the call", self.facts), *items])

@@ -217,7 +217,8 @@ class Engine:
             max_norm: The largest norm, at least 0. `math.inf` scales nothing.
 
         Returns:
-            The norm before scaling, of no dims, in float32, on the device of `mesh`.
+            The norm before scaling, of no dims, in float32, or in float64 if a parameter is. It is on the device of
+            `mesh`.
 
         Raises:
             ValueError: `max_norm` is not a number of at least 0.
@@ -518,6 +519,8 @@ class Engine:
         loaded, except `full_state_dict` over a DeviceMesh, since that gathers. A forward raises RuntimeError, unless
         each rank has the whole model ("no_shard"): that one is a plain model again, whose gradients are this rank's.
         """
+        if not self._hooks:  # closed already
+            return
         while self._hooks:
             self._hooks.pop().remove()
         let_go(self.model)

@@ -13,6 +13,7 @@ import torch
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.texts import all_gather_text
 from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.norms import wide
 from shardcomm.parameter.plain import grad_of, plain
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.sharded.unit_gradients import READY, REDUCING
@@ -35,6 +36,9 @@ class Gradients:
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._mesh = mesh
+        doubles = (torch.float64, torch.complex128)
+        is_double = any(param.shard.dtype in doubles for param in self._params)
+        self._norm_dtype = torch.float64 if is_double else torch.float32
         self._params_of: dict[Holders, list[int]] = defaultdict(list)
         number = count()
         for unit in units:
@@ -95,18 +99,23 @@ class Gradients:
         """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before."""
         with plain():
             every: list[torch.Tensor] = []
-            square = torch.zeros((), device=self._mesh.device)
+            square = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
             for holders, where in self._params_of.items():
-                params = [self._params[i] for i in where]
-                shown = [(grad_of(p.shard), p.counts) for p in params]
-                every += [grad for grad, _ in shown if grad is not None]
-                counted = [grad for grad, counts in shown if grad is not None and counts]
-                norms = torch._foreach_norm(counted) if counted else []
-                theirs = sum((norm.float().square() for norm in norms), torch.zeros(()))
-                theirs = theirs.to(square.device)
+                alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(
+                    list
+                )
+                for param in (self._params[i] for i in where):
+                    if (grad := grad_of(param.shard)) is not None:
+                        every.append(grad)
+                        if param.counts:
+                            alike[grad.device, grad.dtype].append(grad)
+                theirs = torch.zeros_like(square)
+                for (_, dtype), grads in alike.items():
+                    norms = torch._foreach_norm(grads, dtype=wide(dtype))
+                    theirs += torch.stack(norms).double().square().sum().to(theirs.device)
                 holders.combine(theirs, "sum")
                 square += theirs
-            norm = square.sqrt()
+            norm = square.sqrt().to(self._norm_dtype)
             if every:
                 scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 torch._foreach_mul_(every, scale.to(every[0].device))

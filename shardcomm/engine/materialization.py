@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from shardcomm.parameter.optimizer_steps import replaced
+from shardcomm.parameter.tensor_parallel import local
 from shardcomm.unit.unit import UnitParams
 
 
@@ -50,23 +52,58 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
     """Gives the module's own tensors on the meta device memory on `device`, and values by `reset_parameters`.
 
     The module's other tensors keep their values.
+
+    Raises:
+        ValueError: `reset_parameters` has left a tensor without values.
     """
     kept = [
         (tensor, tensor.detach().clone())
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None and not tensor.is_meta
     ]
-    for name in on_meta(module._parameters):
+    params, buffers = on_meta(module._parameters), on_meta(module._buffers)
+    for name in params:
         param = module._parameters[name]
         assert param is not None
-        empty = torch.empty_like(param, device=device)
-        module._parameters[name] = made = nn.Parameter(empty, requires_grad=param.requires_grad)
+        memory = _without_values(param, device)
+        module._parameters[name] = made = nn.Parameter(memory, requires_grad=param.requires_grad)
         vars(made).update(vars(param))
-    for name in on_meta(module._buffers):
+    for name in buffers:
         buffer = module._buffers[name]
         assert buffer is not None
-        module._buffers[name] = torch.empty_like(buffer, device=device)
+        module._buffers[name] = _without_values(buffer, device)
     module.reset_parameters()  # type: ignore[operator]
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
+    left = [name for name in params if _has_none(module._parameters.get(name))]
+    left += [name for name in buffers if _has_none(module._buffers.get(name))]
+    if left:
+        raise ValueError(
+            f"reset_parameters() of {type(module).__name__} has left {', '.join(left)} without values, which came from "
+            f"the meta device; set them there, or build the model on {device}"
+        )
+
+
+def _without_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory in the shape of `tensor`, whose elements are what nobody would set them all to."""
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    if (mark := _mark(tensor.dtype)) is not None:
+        made.fill_(mark)
+    return made
+
+
+def _has_none(tensor: torch.Tensor | None) -> bool:
+    """Whether all elements are still those of `_without_values`."""
+    if tensor is None or (mark := _mark(tensor.dtype)) is None:
+        return False
+    mine = local(tensor)
+    unset = mine.isnan() if math.isnan(mark) else mine == mark
+    return mine.numel() > 0 and bool(unset.all())
+
+
+def _mark(dtype: torch.dtype) -> float | None:
+    """NaN, or the largest integer; None for booleans, of which any may be meant."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return None if dtype == torch.bool else torch.iinfo(dtype).max

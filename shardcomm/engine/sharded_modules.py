@@ -73,7 +73,7 @@ def let_go(model: nn.Module) -> None:
     """Lets torch shard `model`, whose engine is closed."""
     for module in model.modules():
         registry = vars(module).get(REGISTRY_KEY, {})
-        if registry.get("fully_shard") is _OURS:  # not FSDP2's, where an engine is closed once more
+        if registry.get("fully_shard") is _OURS:  # not FSDP2's, of a module that was put in since
             del registry["fully_shard"]
 
 

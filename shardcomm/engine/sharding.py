@@ -138,8 +138,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is not of a type that is accepted, is not known, or is missing; the message names it.
         ValueError: An argument is out of its range, the model is sharded already, or the model has something that
-            cannot be sharded. The message names it.
-        CommError: A rank is missing, called with another model, or has other parts of DTensors.
+            cannot be sharded, or has no values after `reset_parameters`. The message names it.
+        CommError: A rank is missing, has raised, has called with another model, or has other parts of DTensors.
 
     Example:
         ```python
@@ -224,6 +224,7 @@ def fully_shard(
             for mesh, pool in pool_of.items()
         }
         holders[pool_of[main]] = Holders(around, around, differs=elsewhere.differs)
+    with call.ended_by_errors(pool_of):
         sharded = shard_units(grouped, holders, first_guess.slot_of)
     engine = Engine(
         model,

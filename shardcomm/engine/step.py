@@ -477,7 +477,8 @@ class Step:
             self._begin_backward()
         with plain():
             grad, other = grad.detach().to_dense(), grad_of(param.full)
-            set_grad(param.full, grad if other is None else other.to_dense() + grad)
+            # Autograd adds to it in place, and may have given the same tensor to others.
+            set_grad(param.full, grad.clone() if other is None else other.to_dense() + grad)
         unit.gradients.begin()
 
     def _on_shard_gradient(
@@ -486,9 +487,15 @@ class Step:
         """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
 
         Raises:
-            RuntimeError: It cannot be added to the gradients of the unit's forward.
+            RuntimeError: It cannot be added to the gradients of the unit's forward, or other ranks cannot have one.
         """
         shard, full = param.shard, param.full
+        if param.whole.is_part:
+            raise RuntimeError(
+                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, on the "
+                "one rank that has all of it; compute in that forward, or between unshard() and reshard() of the unit, "
+                "where every rank has it"
+            )
         if unit_io.in_autograd_grad(shard):
             param.whole.refuse_autograd_grad()
         if shard._post_accumulate_grad_hooks or param.distribution is not None:

@@ -108,12 +108,13 @@ def _power_of_nothing(ord: float, device: torch.device) -> torch.Tensor:
 
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
     """The value that ranks combine: a sum of powers, a count, or the largest or the least element."""
-    norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=wide(rows.dtype))
     norm = norm.double()
     return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
+def wide(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which a norm of tensors of `dtype` is taken; None: in their own."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 

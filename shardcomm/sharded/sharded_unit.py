@@ -24,6 +24,7 @@ from shardcomm.copy.wire_stats import WireError
 from shardcomm.parameter.full_parameter import refuse_change
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.plain import plain
+from shardcomm.parameter.whole import Held
 from shardcomm.parameter.whole_parameter import WholeParameter
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded.full_params import FullParams
@@ -279,11 +280,13 @@ class ShardedUnit:
     def watch_shards(self) -> None:
         """Has `on_shard_gradient` called from now on for gradients that come to whole parameters past the forward.
 
-        On a rank that has a parameter as a whole, autograd takes it wherever the model uses it.
+        On a rank that has a parameter as a whole, also as the one that owns it, autograd takes it wherever the model
+        uses it.
         """
         for param in self.params if self.mesh.size > 1 else ():
             shard = param.shard
-            if type(shard) is WholeParameter and shard.requires_grad and param.shard_watch is None:
+            is_whole = type(shard) is WholeParameter or param.whole.held is Held.WHOLE
+            if is_whole and shard.requires_grad and param.shard_watch is None:
                 hook = weakly(self._pass_on, param)
                 param.shard_watch = torch.Tensor.register_hook(shard, hook)  # type: ignore[no-untyped-call]
 

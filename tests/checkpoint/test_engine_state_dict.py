@@ -90,6 +90,46 @@ def test_extra_state_passes_both_ways(make: type[nn.Module]) -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("state dicts")
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_copies_of_parameters_are_loaded_by_the_layout_that_they_have(
+    by_engine: bool, granularity: str, strategy: str
+) -> None:
+    """Early stopping keeps such copies: `{name: p.detach().clone() for name, p in model.named_parameters()}`."""
+    options: dict[str, Any] = {"granularity": granularity, "strategy": strategy}
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm, units=nn.Linear, **options)
+        load = engine.load_state_dict if by_engine else model.load_state_dict
+        best = {name: p.detach().clone().double() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        load({**model.state_dict(), **best})
+        assert_same(engine.full_state_dict(), plain, bitwise=True)
+        load({**model.state_dict(), **dict(model.named_parameters())})  # themselves
+        assert_same(engine.full_state_dict(), plain, bitwise=True)
+        other, _ = twins(Chain)
+        other_engine = fully_shard(
+            other, comm, units=nn.Linear, **options | {"granularity": other_cut}
+        )
+        before = other_engine.full_state_dict()
+        if strategy == "full_shard":
+            load = other_engine.load_state_dict if by_engine else other.load_state_dict
+            with pytest.raises(
+                (ValueError, RuntimeError), match="Between layouts, save and load by"
+            ):
+                load({**other.state_dict(), **best})
+            if by_engine:
+                torch.testing.assert_close(other_engine.full_state_dict(), before, rtol=0, atol=0)
+
+    other_cut = "element" if granularity == "tensor" else "tensor"
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("wrong", ["norm.running_var", "norm.bias", "linear.weight"])
 @pytest.mark.parametrize("value", [torch.zeros(3), [0.0]])
 def test_refused_state_dict_changes_nothing(wrong: str, value: object) -> None:

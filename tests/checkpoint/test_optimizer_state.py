@@ -28,6 +28,7 @@ class Momentum(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.decay = 0.9
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -36,7 +37,7 @@ class Momentum(torch.optim.Optimizer):
                 if param.grad is not None:
                     state = self.state[param]
                     mu = state.setdefault("mu", torch.zeros_like(param))
-                    mu.mul_(0.9).add_(param.grad)
+                    mu.mul_(self.decay).add_(param.grad)
                     param.sub_(mu, alpha=group["lr"])
 
 
@@ -62,6 +63,7 @@ def test_asking_for_an_optimizers_state_changes_no_parameter(name: str) -> None:
     engine = fully_shard(model, comm)
     before = engine.full_state_dict()
     optimizer = OPTIMIZERS[name](model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # binds `step` to the optimizer
     state = engine.optimizer_state(optimizer).state_dict()
     assert_equal(engine.full_state_dict(), before)
     assert torch.signbit(model.layers[0].shift).all()

@@ -315,7 +315,9 @@ def test_a_closed_model_computes_only_where_each_rank_has_all_of_it(strategy: st
         model, plain = make(), make()
         engine = fully_shard(model, comm, strategy=strategy)
         engine.close()
+        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         engine.close()  # again does nothing
+        assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
         state = plain.state_dict()
         for name, value in engine.full_state_dict().items():
             assert torch.equal(value, state[name]), name

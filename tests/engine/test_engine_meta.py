@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Communicator, fully_shard
+from shardcomm import CommError, Communicator, fully_shard
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, assert_same_gradients, local
 
@@ -118,3 +118,55 @@ def test_meta_module_without_reset_parameters_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"Bare '' has weight on the meta device and no reset_"):
         fully_shard(Bare(), Communicator.local_group(1)[0])
+
+
+class Forgetful(nn.Module):
+    """Its `reset_parameters` gives values to the tensors that are named."""
+
+    def __init__(self, *names: str, raises: bool = False) -> None:
+        super().__init__()
+        self.names, self.raises = names, raises
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.shift = nn.Parameter(torch.empty(4, dtype=torch.bfloat16))
+        self.register_buffer("inverse", torch.empty(4), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+        self.register_buffer("nothing", torch.empty(0))
+
+    def reset_parameters(self) -> None:
+        if self.raises:
+            raise KeyError("no values here")
+        for name in self.names:  # by .data, which leaves a tensor's version as it was
+            getattr(self, name).data.zero_()
+
+
+NEEDED = ("weight", "shift", "inverse", "count")
+
+
+@pytest.mark.covers("meta device")
+@pytest.mark.parametrize("left", [(), *((name,) for name in NEEDED), ("shift", "inverse")])
+def test_what_reset_parameters_leaves_without_values_is_named(left: tuple[str, ...]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Forgetful(*(name for name in NEEDED if name not in left)))
+    comm = Communicator.local_group(1)[0]
+    if not left:
+        state = fully_shard(model, comm).full_state_dict()
+        assert all(not value.any() for name, value in state.items() if "mask" not in name)
+        return
+    names = ", ".join(left)
+    with pytest.raises(ValueError, match=f"of Forgetful has left {names} without values"):
+        fully_shard(model, comm)
+
+
+@pytest.mark.covers("meta device")
+def test_all_ranks_hear_that_reset_parameters_of_one_has_raised() -> None:
+    with torch.device("meta"):
+        models = [nn.Sequential(Forgetful(*NEEDED, raises=rank == 1)) for rank in range(2)]
+
+    def body(comm: Communicator) -> None:
+        error = (CommError, KeyError)[comm.rank]
+        with pytest.raises(error, match="no values here"):
+            fully_shard(models[comm.rank], comm)
+            comm.barrier()  # rank 0 may have sent its last values by then
+
+    run_threads(body, 2)

@@ -72,7 +72,18 @@ def of_a_unit_without_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
     return model.block(x).square().mean()  # type: ignore[no-any-return]
 
 
-LOSSES = [tied_in_the_loss, tied_in_the_models_forward, penalized, of_a_unit_without_forward]
+def touched(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """As programs for DDP do. The gradient of a sum is one number, expanded."""
+    return model(ids).square().mean() + sum(p.sum() for p in model.parameters())
+
+
+LOSSES = [
+    tied_in_the_loss,
+    tied_in_the_models_forward,
+    penalized,
+    of_a_unit_without_forward,
+    touched,
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -109,6 +120,35 @@ def test_gradients_are_those_of_all_ranks_batches(
             check()
 
     run(body, ranks)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_that_autograd_hands_to_several_are_copied(accumulate: bool) -> None:
+    """Of `a + b` both get the same tensor, and of `backward([a], [g])` the caller's own."""
+    with seeded(0):
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    nets = [copy.deepcopy(plain) for _ in range(2 * RANKS)]
+    x = torch.ones(2, WIDTH)
+
+    def loss(net: nn.Sequential) -> torch.Tensor:
+        loss = net(x).square().mean()  # first, so that its gradients come last
+        return loss + ((net[0].bias + net[2].bias) * torch.arange(WIDTH)).sum()  # type: ignore[no-any-return]
+
+    def rank(comm: Communicator) -> None:
+        model, twin = nets[2 * comm.rank], nets[2 * comm.rank + 1]
+        engine = fully_shard(model, comm, units=nn.Linear, strategy="no_shard")
+        for last in (False, True) if accumulate else (True,):
+            with contextlib.nullcontext() if last else engine.no_sync():
+                loss(model).backward()
+            loss(twin).backward()
+        given = torch.ones(WIDTH)
+        for each in (model, twin):
+            torch.autograd.backward([each[0].bias + 0, each(x).square().mean()], [given, None])
+            assert torch.equal(given, torch.ones(WIDTH))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+    run_threads(rank, RANKS)
 
 
 @pytest.mark.parametrize("loss", [tied_in_the_loss, penalized])
@@ -159,6 +199,22 @@ def test_optimizers_in_hooks_say_what_to_call_instead() -> None:
         torch.testing.assert_close(model.embed.weight.grad, twin.embed.weight.grad)
 
     run(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_the_owner_alone_does_not_train_outside_of_the_forward(strategy: str) -> None:
+    """Of other ranks' batches it would have no gradient; ranks without the parameter are refused before."""
+
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        says = (
+            r"'embed.weight' from outside .* the one rank that has|'embed.weight': outside of the"
+        )
+        with pytest.raises(RuntimeError, match=says):
+            F.linear(torch.ones(WIDTH), model.embed.weight).sum().backward()
+        with torch.no_grad():
+            model.embed.weight.mul_(2)
+
+    run(body, strategy=strategy, granularity="tensor")
 
 
 def test_autograd_grad_says_what_to_call_instead() -> None:

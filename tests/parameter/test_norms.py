@@ -41,6 +41,35 @@ def test_total_norm_and_clipping_are_global(
     with_sharded(body, granularity=granularity)
 
 
+@pytest.mark.covers("gradient clipping")
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float64, 1e25), (torch.float32, 1e18), (torch.bfloat16, 1.0)],
+)
+def test_the_engines_norm_neither_overflows_nor_rounds_early(
+    dtype: torch.dtype, scale: float, granularity: str
+) -> None:
+    """At 1e25, squares are too large for float32; at 1e18, their sum is. A norm in bfloat16 would have three digits."""
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).to(dtype))
+        engine = fully_shard(model, comm, units=nn.Linear, granularity=granularity)
+        for net in (model, plain):
+            (net(values(4, 64).to(dtype)).square().sum() * scale).backward()
+        grads = [p.grad.double() for p in plain.parameters() if p.grad is not None]
+        expected = torch.cat([g.flatten() / scale for g in grads]).norm() * scale
+        norm = engine.clip_grad_norm_(1.0)
+        assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            clipped = p.grad.full_tensor().double()  # type: ignore[union-attr, operator]
+            close = torch.finfo(dtype).eps * 2
+            torch.testing.assert_close(clipped, grad / expected, rtol=close, atol=1e-12)
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("kind", [-1.0, -2.5])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_norms_of_negative_order_of_what_has_a_zero_are_zero(kind: float, rows: int) -> None:
