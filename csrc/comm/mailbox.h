@@ -3,8 +3,8 @@
 //
 // Bytes move while some thread of the rank is in a function of this class. A thread that waits
 // polls for a short while, and then sleeps until the rank's doorbell rings. The bell is armed only
-// while threads sleep, none polls, and something is pending: so who waits in the background costs
-// other ranks nothing while another thread looks anyway.
+// while threads sleep, none polls, and something is pending: so other ranks ring for no
+// thread that waits in the background, while another thread of the rank polls.
 #pragma once
 
 #include <cstddef>

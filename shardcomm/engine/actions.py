@@ -126,8 +126,8 @@ class Actions:
     def reduce(self, unit: ShardedUnit) -> None:
         """Issues the reduce of `unit` and of units that wait for theirs, and drops their full gradients.
 
-        A unit waits while another backward of it may come, since somebody keeps a graph, and all that come after it
-        wait behind it. So the order is that of a rank which has freed the graph.
+        While a graph that somebody keeps may bring another backward of a unit, the unit's reduce is held back, and later
+        units' reduces queue behind it. So every rank reduces in the same order, whether or not it still has the graph.
         """
         if not self.sync or unit.gradients.stage is not LOCAL:
             return

@@ -33,7 +33,7 @@ from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine import encoder_fast_path, forward_methods, fsdp2_names
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
-from shardcomm.engine.sharded_modules import let_go
+from shardcomm.engine.sharded_modules import unmark
 from shardcomm.engine.step import Step
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.schedule import Schedule
@@ -523,7 +523,7 @@ class Engine:
             return
         while self._hooks:
             self._hooks.pop().remove()
-        let_go(self.model)
+        unmark(self.model)
         for unit in self.units:
             unit.refuse_forward()
             unit.stop_watching()

@@ -69,8 +69,8 @@ def remember(model: nn.Module) -> None:
             vars(module)["flatten_parameters"] = _leave_in_place
 
 
-def let_go(model: nn.Module) -> None:
-    """Lets torch shard `model`, whose engine is closed."""
+def unmark(model: nn.Module) -> None:
+    """Removes the mark by which torch refuses to shard `model`, whose engine is closed."""
     for module in model.modules():
         registry = vars(module).get(REGISTRY_KEY, {})
         if registry.get("fully_shard") is _OURS:  # not FSDP2's, of a module that was put in since

@@ -72,8 +72,8 @@ class Step:
         self._may_be_left_out = may_be_left_out
         self._containers = Containers(units[0].module)
 
-        # `plan`, which `fully_shard` made, says what is gathered when in an order of units. Where layers are dropped at
-        # random, orders differ from step to step: the latest programs are worth keeping.
+        # `plan(order, ...)`, which `fully_shard` made, returns the schedule of an order of units. Where layers are dropped
+        # at random, orders differ from step to step: the latest programs are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
             lambda order, backward: self._actions.program(plan(order, backward))
         )
@@ -221,7 +221,7 @@ class Step:
                 output, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
             )
         if torch.is_grad_enabled():
-            unit.full.tells = marked
+            unit.full.announced = marked
             if not marked:
                 unit.watch_gradients()
         if unit.state is BACKWARD:  # it was recomputed, and its backward goes on
@@ -291,7 +291,7 @@ class Step:
             for each in self._units:
                 each.full.outdate_changed()
         at_end = functools.partial(self._end_of_backward)  # autograd holds the only reference
-        self._at_end = weakref.ref(at_end, self._let_go)
+        self._at_end = weakref.ref(at_end, self._backward_is_gone)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def _check_thread(self) -> None:
@@ -377,7 +377,7 @@ class Step:
         self._leave_transform(unit)
         unit.show_shard()
 
-    def _let_go(self, _at_end: object) -> None:
+    def _backward_is_gone(self, _at_end: object) -> None:
         """Autograd has dropped its callback, since a backward has ended.
 
         A backward that raised has left full parameters in the model. The user's `zero_grad` comes next, and must see
@@ -515,7 +515,7 @@ run_eagerly(
     Step._post_backward,
     Step._on_gradient,
     Step._end_of_backward,
-    Step._let_go,
+    Step._backward_is_gone,
 )
 
 

@@ -41,7 +41,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class Versions:
-    """The versions of full parameters.
+    """The versions of full parameters, and whether they may be used.
 
     Args:
         params: For each its name, the full parameter, and this rank's rows.
@@ -49,11 +49,11 @@ class Versions:
 
     def __init__(self, params: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         params = list(params)
-        # DTensors, which cannot have another class, are not told of.
-        self._told = [
+        # Not DTensors, which cannot have another class.
+        self._classes = [
             (full, type(full)) for _, full, _ in params if isinstance(full, GatheredParameter)
         ]
-        self._are_told = False
+        self._is_forbidden = False
         # Tensors of inference mode have no versions, and are in no graph.
         tracked = [each for each in params if not each[2].is_inference()]
         self._names = [name for name, _, _ in tracked]
@@ -77,16 +77,16 @@ class Versions:
         if self._is_coming:
             self._is_coming = False
             self._become(self._gathered)
-            if self._are_told:
-                self._are_told = False
-                for full, kind in self._told:
+            if self._is_forbidden:
+                self._is_forbidden = False
+                for full, kind in self._classes:
                     full.__class__ = kind
 
-    def tell(self) -> None:
+    def forbid(self) -> None:
         """From now to the next gather, raises where somebody computes with a full parameter that he has kept."""
-        if not self._are_told:
-            self._are_told = True
-            for full, _ in self._told:
+        if not self._is_forbidden:
+            self._is_forbidden = True
+            for full, _ in self._classes:
                 full.__class__ = ReleasedParameter
 
     @property
@@ -98,7 +98,7 @@ class Versions:
         """Other values come into the memory of the full parameters."""
         self._is_coming = False
         self._become(self._gone)
-        self.tell()
+        self.forbid()
 
     def changed(self) -> str | None:
         """The name of a full parameter into which somebody has written; None if there is none.

@@ -40,7 +40,7 @@ class FullParams:
             parameters.
         gathered: Whether a gather was queued, and its values are not old yet.
         gathers: The gathers under way, to be waited for.
-        tells: Whether the outputs of the unit's latest forward announce its backward. If not, only its gradients tell
+        announced: Whether the outputs of the unit's latest forward announce its backward. If not, only its gradients tell
             of it, later.
         secondary: The unit's secondary shard; None: it has none.
     """
@@ -56,7 +56,7 @@ class FullParams:
         "shares_slot",
         "slot",
         "storages",
-        "tells",
+        "announced",
     )
 
     def __init__(
@@ -76,7 +76,7 @@ class FullParams:
         self.storages = frozenset(bucket.full.untyped_storage()._cdata for bucket in self._buckets)
         self.gathered = False
         self.gathers: list[Work] = []
-        self.tells = True
+        self.announced = True
         self.secondary = secondary
 
     @property
@@ -129,7 +129,7 @@ class FullParams:
     def overwritten(self) -> None:
         """Notes that another unit's parameters come into the slot."""
         self.gathered = False
-        if self.tells:  # else `ShardedUnit.check_unmarked_backward` says more than autograd would
+        if self.announced:  # else `ShardedUnit.check_unmarked_backward` says more than autograd would
             self._versions.leave()
 
     def outdate(self) -> None:
@@ -137,8 +137,8 @@ class FullParams:
         self.gathered = False
         if self.secondary is not None:
             self.secondary.is_current = False
-        if self.tells:
-            self._versions.tell()
+        if self.announced:
+            self._versions.forbid()
 
     def outdate_changed(self) -> None:
         """Marks gathered parameters as stale if the shards have changed since, as before a late backward.

@@ -27,7 +27,7 @@ _NOTHING: dict[int, Any] = {}
 
 
 class Entered:
-    """What of a unit's inputs is not the caller's own. It is true if an input is marked.
+    """What a unit computes with in the place of its caller's inputs. True if an input is marked, to announce backward.
 
     Attributes:
         tensors: For each marked input: what is marked, its alias with which the unit computes, and the alias's version
