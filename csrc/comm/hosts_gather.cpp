@@ -23,14 +23,14 @@ void HostsCommunicator::run_all_gather(const void* send, DType send_dtype, void*
   const std::size_t bytes = bytes_of(parts.total(size()), recv_dtype);
   call.recv = on_host_->place_of(recv, bytes, "all_gather: recv");
   perform(lane, call, parts, [&] {
+    const bool in_window = on_host_->have_one_window(lane.channel);  // checked before it is written
     // Not before all ranks have come: they may still read what a window of all held.
     std::byte* own = at(recv, parts.begin(rank()), recv_dtype);
     convert_cpu(own, recv_dtype, send, send_dtype, parts.count(rank()));
     const bool greets = bytes_of(parts.longest(), recv_dtype) <= Hello::kRoom;
     start_greeting(lane, own, greets ? bytes_of(parts.count(rank()), recv_dtype) : 0);
     if (greets) finish_greeting(lane);
-    gather_parts(lane, static_cast<std::byte*>(recv), recv_dtype, parts,
-                 on_host_->have_one_window(lane.channel), greets);
+    gather_parts(lane, static_cast<std::byte*>(recv), recv_dtype, parts, in_window, greets);
   });
 }
 

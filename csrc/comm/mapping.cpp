@@ -7,9 +7,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <utility>
+
+#include "comm/available_memory.h"
 
 namespace shardcomm {
 namespace {
@@ -35,18 +36,6 @@ class Pages final : public Mapping {
 // come to its end in a process that a timer interrupts.
 constexpr off_t kReservedAtOnce = 4 * 1024 * 1024;
 
-// What could be taken without driving other programs out of memory; 0 if nobody says.
-std::size_t available_bytes() {
-  std::ifstream meminfo("/proc/meminfo");
-  std::string name;
-  std::size_t kilobytes = 0;
-  std::string unit;
-  while (meminfo >> name >> kilobytes >> unit) {
-    if (name == "MemAvailable:") return kilobytes * 1024;
-  }
-  return 0;
-}
-
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::anonymous(std::size_t bytes) {
@@ -71,10 +60,10 @@ Fd create_window(std::size_t bytes, bool reserve, const char* label) {
   const auto size = static_cast<off_t>(std::max<std::size_t>(bytes, 1));
   int error = fd.get() < 0 ? errno : 0;
   // The kernel would grant it page by page, and end a process of its choice when it cannot.
-  const std::size_t available = reserve ? available_bytes() : 0;
-  if (available > 0 && bytes > available) {
+  const auto available = reserve ? available_memory() : std::nullopt;
+  if (available && bytes > *available) {
     throw CommError("cannot reserve " + std::to_string(bytes) +
-                    " bytes of shared memory: " + std::to_string(available) + " are available");
+                    " bytes of shared memory: " + std::to_string(*available) + " are available");
   }
   if (error == 0) error = ftruncate(fd.get(), size) != 0 ? errno : 0;
   for (off_t done = 0; error == 0 && reserve && done < size; done += kReservedAtOnce) {

@@ -121,6 +121,34 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
         assert f"cannot reserve {1 << 44} bytes of shared memory" in message
 
 
+def allocate_beyond_the_limit(group: str) -> str:
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    with Communicator.from_env(transport="shm", deadline_s=30) as comm:
+        comm.allocate(1 << 20, dtype=torch.uint8, use="gather").fill_(1)
+        with pytest.raises(CommError) as caught:
+            comm.allocate(1 << 30, dtype=torch.uint8, use="gather")
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["memory/{}/memory.limit_in_bytes", "{}/memory.max"])
+def test_more_memory_than_a_cgroup_has_is_refused_before_it_is_taken(limit: str) -> None:
+    """Past its limit the kernel would end a rank, as in a container."""
+    group = Path("/sys/fs/cgroup", limit.format(f"shardcomm-test-{os.getpid()}")).parent
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no such memory cgroup can be made here: {error}")
+    try:
+        if not (group / Path(limit).name).exists():
+            pytest.skip(f"cgroups of this machine have no {Path(limit).name}")
+        (group / Path(limit).name).write_text(str(512 << 20))
+        for message in launch(allocate_beyond_the_limit, 2, (str(group),), timeout_s=60):
+            assert f"cannot reserve {1 << 30} bytes of shared memory: " in message
+            assert int(message.partition("memory: ")[2].split()[0]) <= 512 << 20
+    finally:
+        group.rmdir()
+
+
 def exact_on_c10d() -> None:
     with Communicator.from_env(transport="c10d", deadline_s=30) as comm:
         for case, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):

@@ -24,7 +24,7 @@ def shared_memory() -> dict[str, dict[str, Any]]:
         "available memory": limit(_available(), "an allocation of more is refused"),
         "cgroup's limit": limit(
             cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")),
-            "of all that runs in it; past it the kernel ends a process",
+            "of all that runs in it; an allocation of more than is left is refused",
         ),
         "address space": limit(
             _ulimit(resource.RLIMIT_AS),

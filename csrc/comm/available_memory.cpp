@@ -1,0 +1,92 @@
+#include "comm/available_memory.h"
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+namespace shardcomm {
+namespace {
+
+using Path = std::filesystem::path;
+
+// The number after `name` in a file of names and numbers.
+std::optional<std::size_t> number_of(const Path& file, const std::string& name) {
+  std::ifstream lines(file);
+  std::string line;
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    std::string word;
+    std::size_t number = 0;
+    if (words >> word && word == name && words >> number) return number;
+  }
+  return std::nullopt;
+}
+
+// The number that a file consists of; "max" is none.
+std::optional<std::size_t> number_in(const Path& file) {
+  std::size_t number = 0;
+  return std::ifstream(file) >> number ? std::optional(number) : std::nullopt;
+}
+
+struct Hierarchy {
+  Path root;
+  const char* limit;
+  const char* used;
+  const char* reclaimable;  // in memory.stat: files' pages that nobody has used lately
+};
+
+std::optional<std::size_t> smaller(std::optional<std::size_t> a, std::optional<std::size_t> b) {
+  return a && b ? std::min(a, b) : (a ? a : b);
+}
+
+// What the cgroup `folder` of a hierarchy, and those around it, leave.
+std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const Path& folder) {
+  std::optional<std::size_t> left;
+  Path group = hierarchy.root;
+  const auto look = [&] {
+    const auto limit = number_in(group / hierarchy.limit);
+    const auto used = number_in(group / hierarchy.used);
+    if (!limit || !used) return;
+    const std::size_t files =
+        number_of(group / "memory.stat", hierarchy.reclaimable).value_or(std::size_t{0});
+    const std::size_t kept = *used - std::min(*used, files);
+    left = smaller(left, *limit - std::min(*limit, kept));
+  };
+  look();
+  for (const Path& part : folder.relative_path()) {
+    group /= part;
+    look();
+  }
+  return left;
+}
+
+}  // namespace
+
+std::optional<std::size_t> available_memory(const Path& root) {
+  const auto kilobytes = number_of(root / "proc/meminfo", "MemAvailable:");
+  std::optional<std::size_t> left = kilobytes ? std::optional(*kilobytes * 1024) : std::nullopt;
+  const Path mount = root / "sys/fs/cgroup";
+  const Hierarchy second{mount, "memory.max", "memory.current", "inactive_file"};
+  const Hierarchy first{mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                        "total_inactive_file"};
+  // Lines as "0::/folder" (version 2) or "4:memory:/folder" (version 1).
+  std::ifstream groups(root / "proc/self/cgroup");
+  std::string line;
+  while (std::getline(groups, line)) {
+    std::istringstream fields(line);
+    std::string number;
+    std::string controllers;
+    std::string folder;
+    std::getline(fields, number, ':');
+    std::getline(fields, controllers, ':');
+    std::getline(fields, folder);
+    if (controllers.empty()) left = smaller(left, left_in(second, folder));
+    if (("," + controllers + ",").find(",memory,") != std::string::npos) {
+      left = smaller(left, left_in(first, folder));
+    }
+  }
+  return left;
+}
+
+}  // namespace shardcomm
