@@ -8,10 +8,10 @@
 namespace shardcomm {
 namespace {
 
-using Path = std::filesystem::path;
+namespace fs = std::filesystem;
 
 // The number after `name` in a file of names and numbers.
-std::optional<std::size_t> number_of(const Path& file, const std::string& name) {
+std::optional<std::size_t> number_of(const fs::path& file, const std::string& name) {
   std::ifstream lines(file);
   std::string line;
   while (std::getline(lines, line)) {
@@ -24,13 +24,13 @@ std::optional<std::size_t> number_of(const Path& file, const std::string& name) 
 }
 
 // The number that a file consists of; "max" is none.
-std::optional<std::size_t> number_in(const Path& file) {
+std::optional<std::size_t> number_in(const fs::path& file) {
   std::size_t number = 0;
   return std::ifstream(file) >> number ? std::optional(number) : std::nullopt;
 }
 
 struct Hierarchy {
-  Path root;
+  fs::path root;
   const char* limit;
   const char* used;
   const char* reclaimable;  // in memory.stat: files' pages that nobody has used lately
@@ -41,9 +41,9 @@ std::optional<std::size_t> smaller(std::optional<std::size_t> a, std::optional<s
 }
 
 // What the cgroup `folder` of a hierarchy, and those around it, leave.
-std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const Path& folder) {
+std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const fs::path& folder) {
   std::optional<std::size_t> left;
-  Path group = hierarchy.root;
+  fs::path group = hierarchy.root;
   const auto look = [&] {
     const auto limit = number_in(group / hierarchy.limit);
     const auto used = number_in(group / hierarchy.used);
@@ -54,7 +54,7 @@ std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const Path& folde
     left = smaller(left, *limit - std::min(*limit, kept));
   };
   look();
-  for (const Path& part : folder.relative_path()) {
+  for (const fs::path& part : folder.relative_path()) {
     group /= part;
     look();
   }
@@ -63,10 +63,10 @@ std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const Path& folde
 
 }  // namespace
 
-std::optional<std::size_t> available_memory(const Path& root) {
+std::optional<std::size_t> available_memory(const fs::path& root) {
   const auto kilobytes = number_of(root / "proc/meminfo", "MemAvailable:");
   std::optional<std::size_t> left = kilobytes ? std::optional(*kilobytes * 1024) : std::nullopt;
-  const Path mount = root / "sys/fs/cgroup";
+  const fs::path mount = root / "sys/fs/cgroup";
   const Hierarchy second{mount, "memory.max", "memory.current", "inactive_file"};
   const Hierarchy first{mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
                         "total_inactive_file"};

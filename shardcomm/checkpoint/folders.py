@@ -4,6 +4,13 @@ DIR/step-00000100                     complete
 DIR/step-00000200                     complete, the newest
 DIR/step-00000300.5f3a09c2.partial    being written, or left by a save that was killed
 DIR/step-00000150.damaged             was complete, and is no longer what was saved
+
+A checkpoint at a path of its own, a folder or a file, is replaced by the next one at that path::
+
+    DIR/last.ckpt                         complete
+    DIR/last.ckpt.5f3a09c2.partial        as above
+    DIR/last.ckpt.81d2c6f0.replaced       complete: it was DIR/last.ckpt until the newer one, which is complete as well,
+                                          was about to get this name
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +27,8 @@ from shardcomm.checkpoint.manifest import sync
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
+_REPLACED = ".replaced"
+_BESIDE = re.compile(r"\.[0-9a-f]{8}\.(partial|replaced)$")
 _DAMAGED = ".damaged"
 
 
@@ -35,7 +45,7 @@ def complete_steps(directory: Path) -> list[int]:
 
 def partial_folder(folder: Path) -> Path:
     """A folder that is not there yet, in which the files of the checkpoint at `folder` are written, or deleted."""
-    step = folder.name.partition(".")[0]
+    step = _BESIDE.sub("", folder.name)  # or the name of a checkpoint that has one of its own
     return folder.with_name(f"{step}.{secrets.token_hex(4)}{_PARTIAL}")
 
 
@@ -45,7 +55,7 @@ def partial_folders(directory: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a folder, complete or partial. It loses its name first, so that nobody takes what is left for the whole.
+    """Deletes a checkpoint, complete or partial. It loses its name first, so that nobody takes what is left for it.
 
     Whether a save of another run becomes a checkpoint, or is removed, depends on whose rename comes first.
     """
@@ -54,7 +64,51 @@ def remove(folder: Path) -> None:
         folder.rename(without_name)
         # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.
         sync(folder.parent)
-        shutil.rmtree(without_name)
+        if without_name.is_dir() and not without_name.is_symlink():
+            shutil.rmtree(without_name)
+        else:
+            without_name.unlink()
+
+
+def begin(path: Path) -> Path:
+    """Begins a save to `path`: makes the folder that it is in, and removes what saves that were killed have left.
+
+    Returns:
+        The partial folder, or file, to write; `replace` then gives it the name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover(path)
+    for left in list(_beside(path)):
+        remove(left)
+    return partial_folder(path)
+
+
+def replace(path: Path, partial: Path) -> None:
+    """Gives `partial` the name `path`, and then removes what had it before.
+
+    The files in `partial` must be on the disk. Whenever this process is killed, one of the two is at `path`, or
+    `recover` brings it there.
+    """
+    sync(partial)
+    replaced = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACED}")
+    with suppress(FileNotFoundError):  # nothing was at `path`
+        path.rename(replaced)
+    partial.rename(path)
+    sync(path.parent)
+    remove(replaced)
+
+
+def recover(path: Path) -> None:
+    """Brings back what was at `path`, if a `replace` was killed before the newer one was there.
+
+    Ranks may call it at the same time.
+    """
+    if path.exists():
+        return
+    for replaced in _beside(path):
+        if replaced.suffix == _REPLACED:
+            with suppress(FileNotFoundError):  # another rank has brought it back
+                replaced.rename(path)
 
 
 def set_aside(damaged: Path) -> None:
@@ -80,3 +134,11 @@ def check_directory(given: str | os.PathLike[str]) -> Path:
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: the folder cannot be written to")
     return directory
+
+
+def _beside(path: Path) -> Iterator[Path]:
+    """What saves to `path` have named `.partial` and `.replaced`."""
+    for ending in (_PARTIAL, _REPLACED):
+        for other in path.parent.glob(f"*{ending}"):
+            if other != path and _BESIDE.sub("", other.name) == path.name:
+                yield other

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
 from shardcomm.checkpoint.manifest import CheckpointError, sync
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.texts import all_gather_bytes
@@ -15,11 +17,11 @@ _MOST_SHOWN = 4  # reasons in an error
 
 
 @contextmanager
-def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
+def together(ranks: Communicator | dist.ProcessGroup, what: str, folder: Path) -> Iterator[None]:
     """A context that fails on every rank if it fails on one. Its end is collective.
 
     Args:
-        comm: The ranks.
+        ranks: The ranks.
         what: Says what was not done; the message begins with it.
         folder: The folder that the message names where an error names no file.
 
@@ -27,11 +29,12 @@ def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
         CheckpointError: A file could not be read or written, DCP failed, or another rank failed. The message gives the
             reasons of the ranks that failed, and is the same on every rank. A rank that raised another exception
             raises that one, with the reasons of all ranks as a note.
-        CommError: A rank died.
+        CommError: A rank died. A ProcessGroup raises what its backend does then.
     """
     # Imported here, since it takes a second, as long as torch itself, and few programs need it.
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
+    own = ranks.rank if isinstance(ranks, Communicator) else ranks.rank()
     failure: BaseException | None = None
     reason = ""
     try:
@@ -43,8 +46,8 @@ def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
     except CheckpointError as error:
         failure, reason = error, str(error)
     except Exception as error:
-        failure, reason = error, f"{what}: rank {comm.rank}: {sentence(error, folder)}"
-    of_ranks = all_gather_bytes(comm, reason.encode(errors="replace"))
+        failure, reason = error, f"{what}: rank {own}: {sentence(error, folder)}"
+    of_ranks = _all_gather(ranks, reason.encode(errors="replace"))
     reasons = list(dict.fromkeys(each.decode() for each in of_ranks if each))
     if not reasons:
         return
@@ -69,6 +72,14 @@ def sentence(error: BaseException, folder: Path) -> str:
     if "unexpected pos" in str(error):
         return f"{folder}: {_why_cut_short(folder)}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _all_gather(ranks: Communicator | dist.ProcessGroup, payload: bytes) -> list[bytes]:
+    if isinstance(ranks, Communicator):
+        return all_gather_bytes(ranks, payload)
+    everybody: list[bytes] = [b""] * ranks.size()
+    dist.all_gather_object(everybody, payload, group=ranks)
+    return everybody
 
 
 def _why_cut_short(folder: Path) -> str:

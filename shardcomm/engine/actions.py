@@ -126,8 +126,9 @@ class Actions:
     def reduce(self, unit: ShardedUnit) -> None:
         """Issues the reduce of `unit` and of units that wait for theirs, and drops their full gradients.
 
-        While a graph that somebody keeps may bring another backward of a unit, the unit's reduce is held back, and later
-        units' reduces queue behind it. So every rank reduces in the same order, whether or not it still has the graph.
+        While a graph that somebody keeps may bring another backward of a unit, the unit's reduce is held back, and the
+        reduces of later units queue behind it. So every rank reduces in the same order, whether or not it still has the
+        graph.
         """
         if not self.sync or unit.gradients.stage is not LOCAL:
             return

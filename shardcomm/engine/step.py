@@ -72,8 +72,8 @@ class Step:
         self._may_be_left_out = may_be_left_out
         self._containers = Containers(units[0].module)
 
-        # `plan(order, ...)`, which `fully_shard` made, returns the schedule of an order of units. Where layers are dropped
-        # at random, orders differ from step to step: the latest programs are worth keeping.
+        # `plan(order, ...)`, which `fully_shard` made, returns the schedule of an order of units. Where layers are
+        # dropped at random, orders differ from step to step: the latest programs are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
             lambda order, backward: self._actions.program(plan(order, backward))
         )
@@ -492,9 +492,9 @@ class Step:
         shard, full = param.shard, param.full
         if param.whole.is_part:
             raise RuntimeError(
-                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, on the "
-                "one rank that has all of it; compute in that forward, or between unshard() and reshard() of the unit, "
-                "where every rank has it"
+                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, on "
+                "the one rank that has all of it; compute in that forward, or between unshard() and reshard() of the "
+                "unit, where every rank has it"
             )
         if unit_io.in_autograd_grad(shard):
             param.whole.refuse_autograd_grad()

@@ -40,8 +40,8 @@ class FullParams:
             parameters.
         gathered: Whether a gather was queued, and its values are not old yet.
         gathers: The gathers under way, to be waited for.
-        announced: Whether the outputs of the unit's latest forward announce its backward. If not, only its gradients tell
-            of it, later.
+        announced: Whether the outputs of the unit's latest forward announce its backward. If not, only its gradients
+            tell of it, later.
         secondary: The unit's secondary shard; None: it has none.
     """
 
@@ -50,13 +50,13 @@ class FullParams:
         "_gather_bytes",
         "_given",
         "_versions",
+        "announced",
         "gathered",
         "gathers",
         "secondary",
         "shares_slot",
         "slot",
         "storages",
-        "announced",
     )
 
     def __init__(
@@ -129,7 +129,9 @@ class FullParams:
     def overwritten(self) -> None:
         """Notes that another unit's parameters come into the slot."""
         self.gathered = False
-        if self.announced:  # else `ShardedUnit.check_unmarked_backward` says more than autograd would
+        if (
+            self.announced
+        ):  # else `ShardedUnit.check_unmarked_backward` says more than autograd would
             self._versions.leave()
 
     def outdate(self) -> None:

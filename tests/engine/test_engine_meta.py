@@ -163,10 +163,13 @@ def test_all_ranks_hear_that_reset_parameters_of_one_has_raised() -> None:
     with torch.device("meta"):
         models = [nn.Sequential(Forgetful(*NEEDED, raises=rank == 1)) for rank in range(2)]
 
+    def shard(comm: Communicator) -> None:
+        fully_shard(models[comm.rank], comm)
+        comm.barrier()  # rank 0 may have sent its last values by then
+
     def body(comm: Communicator) -> None:
         error = (CommError, KeyError)[comm.rank]
         with pytest.raises(error, match="no values here"):
-            fully_shard(models[comm.rank], comm)
-            comm.barrier()  # rank 0 may have sent its last values by then
+            shard(comm)
 
     run_threads(body, 2)

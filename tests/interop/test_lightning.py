@@ -25,6 +25,7 @@ from support.lightning_fabric import (
     without_state,
 )
 from support.lightning_ranks import OURS
+from support.lightning_saves import failed, half_removed, killed, written_later
 from support.lightning_trainer import fit, refused_by_trainer
 
 STEPS = 3  # before a checkpoint, and after it
@@ -137,6 +138,60 @@ def test_losses_are_those_of_ddp_and_checkpoints_go_on_with_other_numbers_of_ran
             assert [*map(close, whole[STEPS:])] == losses, ranks
         for run in again["trainer"]:
             all_close(run, then)
+
+
+REPLACED = pytest.mark.parametrize(
+    ("before", "after"), [("sharded", "sharded"), ("sharded", "full"), ("full", "sharded")]
+)
+
+
+@needs_lightning
+@pytest.mark.slow
+@REPLACED
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it_or_its_own(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    [(left, log)] = launch(killed, 1, (tmp_path, before, after), timeout_s=120)
+    assert left == sorted(left)
+    assert {*left} == {1, 2}
+
+    path = tmp_path / "work/last.ckpt"
+    set_aside = log.index(("rename", str(path)))
+    named = next(n for n in range(set_aside + 1, len(log)) if log[n][0] == "rename")
+    partial = log[named][1]
+    for written in [partial, f"{partial}/meta.pt"] if after == "sharded" else [partial]:
+        assert ("fsync", written) in log[:set_aside]
+    assert log[named + 1 : named + 3] == [(each, str(path.parent)) for each in ("open", "fsync")]
+
+
+@needs_lightning
+@pytest.mark.slow
+@REPLACED
+def test_an_error_of_rank_0_in_a_save_is_told_to_all_ranks(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    of_0, of_1 = launch(failed, 2, (tmp_path, before, after), timeout_s=120)
+    assert [said for said, _ in of_0] == [said for said, _ in of_1]
+    assert of_0[0] == ("", 2)
+    for said, left in of_0:
+        assert left == 2 if not said else left in (1, 2)
+        assert not said or said.startswith(
+            f"the checkpoint {tmp_path / 'work/last.ckpt'} was not saved: rank 0: "
+        )
+        assert not said or "No space left" in said
+    assert sum(left == 1 for _, left in of_0) > 3
+
+
+@needs_lightning
+@pytest.mark.slow
+def test_one_rank_says_whether_a_file_replaces_a_folder(tmp_path: Path) -> None:
+    launch(half_removed, 2, (tmp_path,), timeout_s=60)
+
+
+@needs_lightning
+@pytest.mark.slow
+def test_a_folder_is_not_removed_for_a_file_that_is_written_later(tmp_path: Path) -> None:
+    launch(written_later, 2, (tmp_path,), timeout_s=60)
 
 
 def test_shardcomm_imports_without_lightning() -> None:

@@ -20,12 +20,12 @@ from shardcomm.interop.lightning.shards import (
     Sharding,
     StateDictType,
     backend_for,
-    check_one_file,
     check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
     local_path,
+    one_file,
     save_folder,
 )
 from shardcomm.interop.optimizers import Successors, check_made_after, engine_of_optimizer
@@ -176,12 +176,12 @@ class ShardcommStrategy(DDPStrategy):
             if isinstance(obj, torch.optim.Optimizer)
         }
         if self._sharding.state_dict_type == "full":
-            check_one_file(path)
             full = full_optimizer_states(path, optimizers)
             state = {key: full.get(key, {}) if key in optimizers else state[key] for key in state}
             state = self._convert_stateful_objects_in_state(state, dict(filter or {}))
             check_whole(state, "state", _SAVE)
-            super().save_checkpoint(path, state, storage_options)
+            with one_file(path, self.checkpoint_io) as file:
+                super().save_checkpoint(file, state, storage_options)
             return
         check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
         values: dict[str, Any] = {}

@@ -5,16 +5,17 @@ A checkpoint is one file, as Lightning's DDP writes it, or a folder::
     FOLDER/*.distcp, .metadata    model and optimizers, by torch.distributed.checkpoint: each rank wrote its part
     FOLDER/meta.pt                everything else, by rank 0
 
-Lightning's own FSDP strategies write folders of the same form, and the names in it are the model's own.
+Lightning's own FSDP strategies write folders of the same form, and the names in it are the model's own. Either replaces
+what was at its path when it is complete (`shardcomm.checkpoint.folders`), and what fails on one rank fails on all.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcomm.arguments.scalars import is_whole
-from shardcomm.checkpoint.manifest import files_in
+from shardcomm.checkpoint.folders import begin, recover, remove, replace
+from shardcomm.checkpoint.manifest import files_in, sync
+from shardcomm.checkpoint.together import together
 from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
@@ -38,6 +41,8 @@ from shardcomm.interop.parts import check_parts
 from shardcomm.interop.settings import check_settings
 
 StateDictType = Literal["full", "sharded"]
+
+T = TypeVar("T")
 
 _META = "meta.pt"
 
@@ -126,18 +131,16 @@ def save_folder(folder: Path, values: dict[str, Any], meta: dict[str, Any]) -> N
         folder: The folder, the same on every rank.
         values: By name, what DCP saves: an Engine, its optimizers' states, or dicts of them.
         meta: Everything else, of which rank 0's is written.
+
+    Raises:
+        CheckpointError: A rank could not write its part. See `together`.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    if dist.get_rank() == 0:
-        _remove(partial)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    save(values, checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        torch.save(meta, partial / _META)
-        _remove(folder)
-        partial.rename(folder)
-    dist.barrier()
+    with _partial(folder) as partial:
+        save(values, checkpoint_id=partial)  # and sync them
+        if dist.get_rank() == 0:
+            torch.save(meta, partial / _META)
+            sync(partial / _META)
+            replace(folder, partial)
 
 
 def load_folder(
@@ -180,7 +183,8 @@ def load_folder(
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a checkpoint folder is at `path`."""
+    """Whether a checkpoint folder is at `path`. What a save that was killed has set aside is brought back first."""
+    recover(path)
     return (path / _META).is_file()
 
 
@@ -196,41 +200,93 @@ def full_optimizer_states(path: Path, states: dict[str, Any]) -> dict[str, dict[
 
     Returns:
         By name, what `state_dict()` of an optimizer of the full parameters would give; {} on all ranks but the first.
+
+    Raises:
+        CheckpointError: A rank could not write its part, or rank 0 could not read it. See `together`.
     """
     if not states:
         return {}
-    folder = path.with_name(f"{path.name}.optimizers")
-    save_folder(folder, states, {})
-    if dist.get_rank() != 0:
-        return {}
-    whole = folder / "whole.pt"
-    dcp_to_torch_save(folder, whole)
-    # This rank has just written it.
-    loaded = torch.load(whole, "cpu", weights_only=False)
-    shutil.rmtree(folder)
-    return {name: _numbered(loaded[name]) for name in states}
+    full: dict[str, dict[str, Any]] = {}
+    with _partial(path) as partial:
+        save(states, checkpoint_id=partial)
+        if dist.get_rank() == 0:
+            whole = partial / "whole.pt"
+            dcp_to_torch_save(partial, whole)
+            # This rank has just written it.
+            loaded = torch.load(whole, "cpu", weights_only=False)
+            full = {name: _numbered(loaded[name]) for name in states}
+    return full
 
 
-def check_one_file(path: Path) -> None:
-    """Makes way for a checkpoint of one file at `path`, where a checkpoint folder may be.
+@contextmanager
+def one_file(path: Path, io: Any) -> Iterator[Path]:
+    """A context that gives the path to which rank 0 writes a checkpoint of one file; collective.
+
+    It is `path`, and where a checkpoint folder is at `path`, a file beside it that replaces the folder in the end.
+
+    Args:
+        path: Where the checkpoint will be, the same on every rank.
+        io: The CheckpointIO that writes it.
 
     Raises:
-        IsADirectoryError: Another folder is there.
+        IsADirectoryError: A folder is there that the file cannot replace; on every rank.
+        CheckpointError: Rank 0 could not write the file. See `together`.
     """
-    if path.is_dir() and not is_folder(path):
-        raise IsADirectoryError(
+    refusal = _of_rank_0(path, lambda: _why_no_file(path, io))
+    if refusal:
+        raise IsADirectoryError(refusal)
+    with _partial(path) as partial:
+        replaces = dist.get_rank() == 0 and path.is_dir()
+        yield partial if replaces else path
+        if replaces:
+            replace(path, partial)
+
+
+def _why_no_file(path: Path, io: Any) -> str:
+    """Why `io` cannot write a file in place of what is at `path`; "" if it can."""
+    of_checkpoint = is_folder(path)
+    if of_checkpoint and type(io) is not TorchCheckpointIO:
+        return (
+            f"the path of the checkpoint is a checkpoint folder, which is removed when the file is there, and "
+            f"{type(io).__name__} may write it later; move the folder away: {path}"
+        )
+    if path.is_dir() and not of_checkpoint:
+        return (
             f"the path of the checkpoint is a folder that is no checkpoint, and state_dict_type='full' writes a file: "
             f"{path}"
         )
-    if path.is_dir() and dist.get_rank() == 0:
-        _remove(path)
+    return ""
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """A context that gives a new path beside `path`, the same on every rank; what is there in the end is removed.
+
+    Collective. An error in it on one rank is an error on all, as `together` says.
+    """
+    partial = _of_rank_0(path, lambda: begin(path))
+    with _saving(path):
+        try:
+            yield partial
+        finally:
+            if dist.get_rank() == 0:
+                remove(partial)
+
+
+def _of_rank_0(path: Path, call: Callable[[], T]) -> T:
+    """What `call` returns on rank 0, which alone calls it, on every rank; collective."""
+    returned: list[Any] = [None]
+    with _saving(path):
+        if dist.get_rank() == 0:
+            returned = [call()]
+    dist.broadcast_object_list(returned)
+    return cast("T", returned[0])
+
+
+def _saving(path: Path) -> AbstractContextManager[None]:
+    """A context that fails on every rank if it fails on one. Its end is collective."""
+    ranks = cast("dist.ProcessGroup", dist.group.WORLD)
+    return together(ranks, f"the checkpoint {path} was not saved", path)
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:

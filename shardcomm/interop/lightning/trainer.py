@@ -20,12 +20,12 @@ from shardcomm.interop.lightning.shards import (
     Sharding,
     StateDictType,
     backend_for,
-    check_one_file,
     check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
     local_path,
+    one_file,
     save_folder,
 )
 from shardcomm.interop.parts import check_whole
@@ -173,11 +173,11 @@ class ShardcommTrainerStrategy(DDPStrategy):
         states = checkpoint.pop("optimizer_states", None)
         named = {_optimizer(number): state for number, state in enumerate(states or [])}
         if self._sharding.state_dict_type == "full":
-            check_one_file(path)
             full = full_optimizer_states(path, named)
             if states is not None:
                 checkpoint["optimizer_states"] = [*full.values()]
-            super().save_checkpoint(checkpoint, path, storage_options)
+            with one_file(path, self.checkpoint_io) as file:
+                super().save_checkpoint(checkpoint, file, storage_options)
             return
         check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
         save_folder(path, {"model": checkpoint.pop("state_dict"), **named}, checkpoint)
