@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardcomm import _C
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.arguments.checks import check_flag
+from shardcomm.arguments.dtype import core_dtype, movable
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
@@ -37,6 +40,9 @@ from shardcomm.copy.wire_stats import WireStats
 from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import AnyEvent, AnyStream, check_stream
 
+# A collective of the group that it is given.
+Run = Callable[[dist.ProcessGroup], None]
+
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
@@ -54,8 +60,8 @@ class C10dCommunicator(Communicator):
     """A `Communicator` over two torch groups of the same ranks.
 
     There are two, because a gather and a reduce may run at once and a group has one order. The groups' own timeout is
-    the deadline, and their errors become `CommError`. The caller owns the groups: `close` does not close them. Receipts
-    quote `reason`, which says why shared memory was not taken where it was asked for.
+    the deadline, and their errors become `CommError`. The groups are this object's alone from now on, and `close` ends
+    them. Receipts quote `reason`, which says why shared memory was not taken where it was asked for.
     """
 
     transport = "c10d"
@@ -71,9 +77,13 @@ class C10dCommunicator(Communicator):
         self.rank = gathers.rank()
         self.size = gathers.size()
         self._ranks = self.rank, self.size
-        self._gathers = gathers
-        self._reduces = reduces
         self._pid = os.getpid()
+        self._groups: dict[pending.Channel, dist.ProcessGroup] = {
+            "gather": gathers,
+            "reduce": reduces,
+        }
+        # Before the interpreter ends, too: a thread of Gloo's that lets go of a tensor after that aborts the process.
+        weakref.finalize(self, _let_go, self._groups, self._pid)
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         # For each channel the call that runs there: its text, its number, and when it began (time.monotonic).
@@ -122,12 +132,10 @@ class C10dCommunicator(Communicator):
         uneven = len(set(lengths)) > 1
         recv, send = recv.detach(), send.detach()
 
-        def run() -> None:
+        def run(group: dist.ProcessGroup) -> None:
             parts = torch.split(recv.view(-1), lengths)
             if not uneven:
-                self._wait(
-                    self._gathers._allgather_base(recv.view(-1), send.view(-1).to(recv.dtype))
-                )
+                self._wait(group._allgather_base(recv.view(-1), send.view(-1).to(recv.dtype)))
                 return
             parts[self.rank].copy_(send.view(-1))
             works = []
@@ -135,7 +143,7 @@ class C10dCommunicator(Communicator):
                 options = dist.BroadcastOptions()
                 options.rootRank = root
                 if part.numel():
-                    works.append(self._gathers.broadcast([part], options))
+                    works.append(group.broadcast([part], options))
             for work in works:
                 self._wait(work)
 
@@ -232,17 +240,18 @@ class C10dCommunicator(Communicator):
         uneven = len(set(lengths)) > 1
         recv, send = recv.detach(), send.detach()
 
-        def run() -> None:
+        def run(group: dist.ProcessGroup) -> None:
             wire = _accumulation_dtype(send.dtype)
             reduction = _OPS["sum" if op == "avg" else op]
             if uneven:
-                total = self._reduced_part(send.flatten().to(wire, copy=True), lengths, reduction)
+                whole = send.flatten().to(wire, copy=True)
+                total = self._reduced_part(group, whole, lengths, reduction)
             else:
                 total = torch.empty(recv.numel(), dtype=wire, device=self.device)
                 options = dist.ReduceScatterOptions()
                 options.reduceOp = reduction
                 whole = send.flatten().to(wire)
-                self._wait(self._reduces._reduce_scatter_base(total, whole, options))
+                self._wait(group._reduce_scatter_base(total, whole, options))
             if op == "avg":
                 _divide_(total, self.size)
             if scale != 1.0:
@@ -257,7 +266,11 @@ class C10dCommunicator(Communicator):
         return _Call(self, "reduce_scatter", run, tag, _REDUCES if uneven else _DIRECT)
 
     def _reduced_part(
-        self, send: torch.Tensor, lengths: Sequence[int], reduction: dist.ReduceOp
+        self,
+        group: dist.ProcessGroup,
+        send: torch.Tensor,
+        lengths: Sequence[int],
+        reduction: dist.ReduceOp,
     ) -> torch.Tensor:
         """This rank's part of the reduced `send`. The group reduces in place, and so overwrites `send`."""
         parts = torch.split(send, list(lengths))
@@ -267,7 +280,7 @@ class C10dCommunicator(Communicator):
             options.reduceOp = reduction
             options.rootRank = root
             if part.numel():
-                works.append(self._reduces.reduce([part], options))
+                works.append(group.reduce([part], options))
         for work in works:
             self._wait(work)
         return parts[self.rank]
@@ -295,11 +308,11 @@ class C10dCommunicator(Communicator):
         check_tag("all_reduce", tag)
         buffer = buffer.detach()
 
-        def run() -> None:
+        def run(group: dist.ProcessGroup) -> None:
             total = buffer.to(_accumulation_dtype(buffer.dtype))
             options = dist.AllreduceOptions()
             options.reduceOp = _OPS["sum" if op == "avg" else op]
-            self._wait(self._reduces.allreduce([total], options))
+            self._wait(group.allreduce([total], options))
             if op == "avg":
                 _divide_(total, self.size)
             if total is not buffer:
@@ -310,22 +323,23 @@ class C10dCommunicator(Communicator):
     def broadcast(
         self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
     ) -> Any:
-        buffer = self._checked("broadcast", "buffer", buffer)
+        buffer = checked("broadcast", "buffer", buffer, self.device)
         self._broadcast(buffer, root).submit(stream)
         return self._work("broadcast", stream, buffer)
 
     def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
-        buffer = self._checked("broadcast", "buffer", buffer)
+        buffer = checked("broadcast", "buffer", buffer, self.device)
         return self._broadcast(buffer, root).bound(buffer=buffer)
 
     def _broadcast(self, buffer: torch.Tensor, root: int) -> _Call:
+        check_movable("broadcast", "buffer", buffer)
         check_root("broadcast", root, self.size)
-        buffer = buffer.detach()
+        flat = movable(buffer.detach().view(-1))
 
-        def run() -> None:
+        def run(group: dist.ProcessGroup) -> None:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._wait(self._gathers.broadcast([buffer], options))
+            self._wait(group.broadcast([flat], options))
 
         return _Call(self, "broadcast", run)
 
@@ -338,7 +352,7 @@ class C10dCommunicator(Communicator):
 
     def _barrier(self, tag: int) -> _Call:
         check_tag("barrier", tag)
-        return _Call(self, "barrier", lambda: self._wait(self._gathers.barrier()), tag)
+        return _Call(self, "barrier", lambda group: self._wait(group.barrier()), tag)
 
     def _name_tag(self, tag: int, name: str) -> None:
         self._tag_names[tag] = name
@@ -357,6 +371,11 @@ class C10dCommunicator(Communicator):
         )
         return comm_error("closed", text, rank=self.rank, reporter=self.rank)
 
+    def _check_open(self, operation: str) -> None:
+        """As `check`; the error begins with the operation."""
+        if (ended := self._ended()) is not None:
+            raise like(ended, f"{operation}: {ended}")
+
     def abort(self, reason: str) -> None:
         """Makes collectives raise `CommError`; see `Communicator.abort`.
 
@@ -366,12 +385,17 @@ class C10dCommunicator(Communicator):
         if os.getpid() != self._pid:  # it shares the rank's connections, and is not the rank
             return
         self._fail("aborted", f"rank {self.rank} aborted: {reason}")
-        self._gathers.abort()
-        self._reduces.abort()
+        for group in list(self._groups.values()):
+            group.abort()
 
     def close(self) -> None:
         self._fail("closed", f"rank {self.rank} closed the communicator")
         pending.closed(self)
+        for group in list(self._groups.values()):
+            # torch.distributed knows no group that is a backend alone, and none after its own end.
+            if os.getpid() == self._pid and group in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        _let_go(self._groups, self._pid)
 
     def _fail(self, kind: Literal["aborted", "closed"], text: str) -> None:
         if self._failure is None:
@@ -392,7 +416,7 @@ class C10dCommunicator(Communicator):
         self, operation: str, name: str, array: ArrayLike, *, written: bool = True
     ) -> torch.Tensor:
         tensor = checked(operation, name, array, self.device, written=written)
-        check_movable(operation, name, tensor)
+        core_dtype(tensor.dtype, f"{operation}: {name}")
         return tensor
 
     @staticmethod
@@ -402,7 +426,7 @@ class C10dCommunicator(Communicator):
     def submit(
         self,
         operation: str,
-        run: Callable[[], None],
+        run: Run,
         stream: AnyStream | None,
         tag: int,
         path: tuple[str, str],
@@ -410,8 +434,7 @@ class C10dCommunicator(Communicator):
         """Runs a call, or queues it on `stream`."""
         if stream is not None:
             check_stream(operation, stream)
-        if (ended := self._ended()) is not None:
-            raise like(ended, f"{operation}: {ended}")
+        self._check_open(operation)
         sequence = next(self._sequence)
         requested = "shm" if self.reason else "c10d"
         taken, why = path
@@ -423,10 +446,15 @@ class C10dCommunicator(Communicator):
         channel = pending.channel_of(operation)
 
         def guarded() -> None:
+            group = self._groups.get(channel)
+            self._check_open(operation)
+            assert group is not None  # it is dropped after the end alone, which the check sees
             self._running[channel] = call, sequence, time.monotonic()
             try:
-                run()
+                run(group)
             except RuntimeError as error:
+                if (ended := self._ended()) is not None:  # which has made this call fail
+                    raise like(ended, f"{operation}: {ended}") from error
                 self._failure = comm_error(
                     "backend",
                     f"{call} #{sequence} failed on rank {self.rank} of {self.size}: {error}",
@@ -457,7 +485,7 @@ class _Call:
 
     comm: C10dCommunicator
     operation: str
-    run: Callable[[], None]
+    run: Run
     tag: int = 0
     path: tuple[str, str] = _DIRECT
 
@@ -472,6 +500,12 @@ class _Call:
 
     def bound(self, **operands: torch.Tensor | None) -> BoundCollective:
         return BoundCollective(self.comm, self.operation, self.submit, self.queue, **operands)
+
+
+def _let_go(groups: dict[pending.Channel, dist.ProcessGroup], pid: int) -> None:
+    """Ends groups that nothing else holds; not in a forked child, which has no thread for whose end it could wait."""
+    if os.getpid() == pid:
+        groups.clear()
 
 
 def _divide_(total: torch.Tensor, ranks: int) -> None:

@@ -220,8 +220,8 @@ class Communicator(ABC):
 
         Raises:
             TypeError: `group` is no ProcessGroup of this rank.
-            ValueError: There is no default group; transport is "c10d" and ranks are in different numbers of torch's
-                groups, over other backends than Gloo; or as `from_env`.
+            ValueError: There is no default group; transport is "c10d" and the group has no backend for `device`; or as
+                `from_env`.
             CudaError: As `from_env`.
             CommError: As `from_env`.
         """

@@ -25,7 +25,7 @@ from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.comm.introduction import host_identity
 from shardcomm.comm.own_device import check_sums, check_transport, checked_device, take
-from shardcomm.comm.transport_choice import choose_transport
+from shardcomm.comm.transport_choice import MakeGroups, choose_transport
 from shardcomm.comm.words import DEADLINE_S, CtaPolicy, Sums, Transport
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
@@ -172,7 +172,9 @@ def from_process_group(
     found = _device_of(group, kinds, transport) if device is None else _bound(group, device)
     try:
         where = (
-            _any_device(found) if transport == "c10d" else core_device("from_process_group", found)
+            _any_device(found, kinds)
+            if transport == "c10d"
+            else core_device("from_process_group", found)
         )
         check_sums("from_process_group", sums, where, transport)
     except (ValueError, _C.CudaError) as error:
@@ -184,28 +186,74 @@ def from_process_group(
         ) from None
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
     exchange = GroupExchange(group, patience_s)
+    groups = _groups_of(group, range(group.size()), exchange, where)
+    return choose_transport(exchange, transport, where, groups, cta_policy, sums)
+
+
+def from_ranks_of(
+    group: dist.ProcessGroup, members: Sequence[int], device: torch.device | str
+) -> Communicator:
+    """The communicator of some ranks of `group`, of which this rank is one; collective.
+
+    All ranks of the group call it, each with the members that it belongs to. These meet in the group's store, so that
+    torch makes no group of them.
+    """
+    where = core_device("fully_shard", _bound(group, device))
+    patience_s = timeout_s(group, where)
+    name = f"{_new_name(GroupExchange(group, patience_s))}/{members[0]}"
+    own = members.index(group.rank())
+    exchange = StoreExchange(group.get_group_store(), name, own, len(members), patience_s)
+    with exchange.telling():
+        groups = _groups_of(group, members, exchange, where)
+        return choose_transport(exchange, "auto", where, groups)
+
+
+def _groups_of(
+    group: dist.ProcessGroup, members: Sequence[int], exchange: Exchange, where: torch.device
+) -> MakeGroups:
+    """What makes groups of ranks of `exchange`, which are these members of `group`."""
 
     def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        name = _new_name(exchange)
         if where.type == "cpu" and isinstance(backend_of(group, where), ProcessGroupGloo):
-            # Under a name of their own. torch.distributed names groups by their ranks and by how many groups a rank is
-            # in. Ranks may be in different numbers, and after `close` a name comes again, with the addresses of before.
-            name = exchange(secrets.token_hex(8).encode())[0].decode()
-            over = _Store("from_process_group", group.get_group_store(), f"shardcomm/{name}", where)
+            over = _Store("from_process_group", group.get_group_store(), name, where)
             return _gloo_groups(exchange, over, ranks)
-        check_new_groups("from_process_group", [ranks], exchange)
         world = dist.get_process_group_ranks(group)
+        own = [world[members[rank]] for rank in ranks]
         gathers, reduces = (
-            dist.new_group(
-                [world[rank] for rank in ranks],
-                timedelta(seconds=patience_s),
-                dist.get_backend(group),
-                use_local_synchronization=True,
-            )
-            for _ in range(2)
+            _new_group(group, own, f"{name}/{own[0]}/{use}", exchange.deadline_s)
+            for use in ("gathers", "reduces")
         )
         return gathers, reduces
 
-    return choose_transport(exchange, transport, where, groups, cta_policy, sums)
+    return groups
+
+
+def _new_name(exchange: Exchange) -> str:
+    """A name that the ranks have never used in a store; collective."""
+    return f"shardcomm/{exchange(secrets.token_hex(8).encode())[0].decode()}"
+
+
+def _new_group(
+    group: dist.ProcessGroup, ranks: Sequence[int], name: str, deadline_s: float
+) -> dist.ProcessGroup:
+    """A group of torch's under this name, with the backend of `group`; collective among its ranks.
+
+    `torch.distributed.new_group` names a group by its ranks and by how many groups a rank is in. Ranks may be in
+    different numbers, and once a group is destroyed its name comes again, with the addresses of before.
+    """
+    make: Any = distributed_c10d._new_process_group_helper
+    made, _ = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.get_backend(group),
+        group.get_group_store(),
+        name,
+        timeout=timedelta(seconds=deadline_s),
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", made)
 
 
 def backend_names(group: dist.ProcessGroup) -> dict[str, str]:
@@ -234,39 +282,8 @@ def _bound(group: dist.ProcessGroup, device: torch.device | str) -> torch.device
     return bound if bound is not None and str(device) == bound.type else device
 
 
-def check_new_groups(
-    operation: str,
-    parts: Sequence[Sequence[int]],
-    row: Exchange,
-    column: Exchange | None = None,
-) -> None:
-    """Checks that the ranks of each part of a row can make a group of torch's by themselves; collective.
-
-    `torch.distributed.new_group` names a group that only its ranks make after these and after the number of groups
-    that the rank is in (_hash_ranks_to_str), and waits for ranks that find another name until its timeout.
-
-    Args:
-        operation: What the error begins with.
-        parts: Ranks of a row: those of each new group.
-        row: Over the ranks of this rank's row.
-        column: Over the ranks at this rank's place of all rows, if there are several.
-
-    Raises:
-        ValueError: On every rank, if ranks of a part of any row are in different numbers of groups.
-    """
-    counts = row(b"%d" % len(distributed_c10d._world.pg_names))
-    rows = [counts] if column is None else [each.split() for each in column(b" ".join(counts))]
-    if any(len({each[rank] for rank in part}) > 1 for each in rows for part in parts):
-        shown = ", ".join(count.decode() for each in rows for count in each)
-        raise ValueError(
-            f"{operation}: the ranks are in different numbers of torch's groups ({shown}), and would wait for each "
-            "other, since torch names a new group after that number; call it before the groups are made that only some "
-            "ranks are in"
-        )
-
-
-def _any_device(device: torch.device | str) -> torch.device:
-    """`device` with its index, as tensors there have it."""
+def _any_device(device: torch.device | str, kinds: dict[str, str]) -> torch.device:
+    """`device` with its index, as tensors there have it, for a group with these backends."""
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError):
@@ -277,6 +294,11 @@ def _any_device(device: torch.device | str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if where.type == "cuda" and (accelerator is None or accelerator.type != "cuda"):
         raise ValueError(f"from_process_group: device is {device}, and torch sees no GPU here")
+    if where.type not in kinds:
+        raise ValueError(
+            f"from_process_group: device is {device}, for which the group has no backend; it has one for "
+            f"{', '.join(map(repr, kinds))}"
+        )
     if where.index is None and accelerator is not None and accelerator.type == where.type:
         return torch.device(where.type, torch.accelerator.current_device_index())
     return where
@@ -286,7 +308,7 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long a collective of `group` waits for a rank, in seconds."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
-    except RuntimeError:  # not every backend has one
+    except (AttributeError, RuntimeError):  # not every backend has one
         return DEADLINE_S
     return timeout.total_seconds()
 

@@ -57,24 +57,18 @@ def choose_transport(
     """
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
     everybody = introduce(exchange, transport, device, cta_policy, sums)
-    transports = [each.transport for each in everybody]
-    if len(set(transports)) > 1:
-        raise ValueError(
-            f"transport is {transport!r}, but the ranks gave different ones: {', '.join(transports)}"
-        )
-    policies = [each.cta_policy for each in everybody]
-    if len(set(policies)) > 1:
-        raise ValueError(
-            f"cta_policy is {cta_policy!r}, but the ranks gave different ones: {', '.join(policies)}"
-        )
-    ways = [each.sums for each in everybody]
-    if len(set(ways)) > 1:
-        raise ValueError(f"sums is {sums!r}, but the ranks gave different ones: {', '.join(ways)}")
-    devices = [each.device for each in everybody]
-    if len(set(devices)) > 1:
-        raise ValueError(
-            f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
-        )
+    own: dict[str, str] = {
+        "transport": transport,
+        "cta_policy": cta_policy,
+        "sums": sums,
+        "device": device.type,
+    }
+    for name, value in own.items():
+        given: list[str] = [getattr(each, name) for each in everybody]
+        if len(set(given)) > 1:
+            raise ValueError(
+                f"{name} is {value!r}, but the ranks gave different ones: {', '.join(given)}"
+            )
     kinds = {"shm": "cpu", "hosts": "cpu", "nccl": "cuda"}
     if kinds.get(transport, device.type) != device.type:
         raise ValueError(

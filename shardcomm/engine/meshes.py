@@ -5,17 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import Mesh
-from shardcomm.comm.rendezvous import check_new_groups, timeout_s
-from shardcomm.meeting.exchange import GroupExchange
+from shardcomm.comm.rendezvous import from_ranks_of
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.unit.policy import Policy
 
@@ -148,29 +144,11 @@ def _secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:
 
 
 def _run_of(mesh: DeviceMesh, size: int) -> Communicator:
-    """This rank and its neighbours: its run of `size` consecutive ranks of those that shard over `mesh`; collective.
-
-    Raises:
-        ValueError: As `check_new_groups`.
-    """
+    """This rank and its neighbours: its run of `size` consecutive ranks of those that shard over `mesh`; collective."""
     row = mesh.get_group(mesh.ndim - 1)
-    patience_s = timeout_s(row, torch.device(mesh.device_type))
-    runs = [range(first, first + size) for first in range(0, row.size(), size)]
-    columns = [GroupExchange(mesh.get_group(dim), patience_s) for dim in range(mesh.ndim - 1)]
-    check_new_groups("fully_shard", runs, GroupExchange(row, patience_s), *columns)
-    ranks = dist.get_process_group_ranks(row)
-    group = dist.new_group(
-        [ranks[rank] for rank in runs[row.rank() // size]],
-        timeout=timedelta(seconds=patience_s),
-        backend=dist.get_backend(row),
-        use_local_synchronization=True,
-    )
-    return _of_group(group, mesh.device_type)
+    first = row.rank() // size * size
+    return from_ranks_of(row, range(first, first + size), mesh.device_type)
 
 
 def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:
-    return _of_group(mesh.get_group(dim), mesh.device_type)
-
-
-def _of_group(group: ProcessGroup, device: str) -> Communicator:
-    return Communicator.from_process_group(group, device=device)
+    return Communicator.from_process_group(mesh.get_group(dim), device=mesh.device_type)

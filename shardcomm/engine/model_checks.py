@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from shardcomm.arguments.checks import check_has_memory
 from shardcomm.engine.materialization import on_meta
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.unit.unit import UnitParams
@@ -58,13 +59,16 @@ def check_devices(units: Sequence[UnitParams], device: torch.device) -> None:
 
 
 def check_separate_memory(units: Sequence[UnitParams]) -> None:
-    """Looks for parameters that have memory in common with another one, or with a buffer: they would drift apart.
+    """Looks for parameters that have no memory, or the same as another one or a buffer, from which they would drift.
 
-    Views with gaps, such as a column of a matrix, are not looked at.
+    Views with gaps, such as a column of a matrix, are looked at for memory alone.
 
     Raises:
         ValueError: There are such parameters.
     """
+    for owned in (owned for unit in units for owned in unit.params):
+        if not (held := local(owned.param)).is_meta:
+            check_has_memory(f"parameter {owned.name!r}", held)
     spans = [
         (*span, "parameter", owned.name)
         for unit in units

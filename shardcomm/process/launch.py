@@ -12,6 +12,7 @@ A rank that is not stopped also ends by itself, when the pipe between it and the
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -54,6 +55,8 @@ T = TypeVar("T")
 
 # How long the other ranks have to notice a failure and to say what they saw, before they are killed.
 GRACE_S = 5.0
+# How long ranks that have returned may take to end, before they are killed.
+FINISH_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _SERVER_END_S = 1.0  # how long the fork server may take to end after its descriptors are closed
 
@@ -69,7 +72,9 @@ def launch(
 
     In the function, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A
     process that the function forks is no rank: it ends when it comes back from the function, and its result is dropped.
-    A rank may launch ranks of its own. Whatever happens, no process is left.
+    A rank may launch ranks of its own. When all ranks have returned, each ends as a program does: it waits for its
+    threads, runs its `atexit` functions, and ends the processes that it started by multiprocessing. A rank that takes
+    longer than 5 s for that is killed. Whatever happens, no process is left.
 
     Args:
         fn: The function. It must be one of a module, since it is pickled by its name.
@@ -119,7 +124,9 @@ def launch(
     try:
         for rank in range(ranks):
             group.start(context, rank, (store.port, secret), fn, args)
-        return group.results(timeout_s)
+        results = group.results(timeout_s)
+        group.let_finish()
+        return results
     finally:
         group.end()
 
@@ -274,8 +281,14 @@ class _Ranks:
             return ended_before_the_call(process.exitcode)
         return ended(process.exitcode)
 
+    def let_finish(self) -> None:
+        """Waits for the ranks, which have returned, to end; no longer than they may take."""
+        end = time.monotonic() + FINISH_S
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+
     def end(self) -> None:
-        """Kills the ranks that still run. Ranks hold nothing that outlives them, so that this is clean."""
+        """Kills the ranks that still run."""
         for lifeline in self.lifelines:
             with suppress(BrokenPipeError):  # that rank has ended
                 lifeline.send_bytes(b"over")
@@ -377,6 +390,9 @@ def _run_rank(
         outcome = pickle.dumps((False, raised(error)))
     if os.getpid() == pid:  # not a process that fn forked, which came back from it too
         _Outcome.send(tell, outcome)
+        # As an interpreter ends. Multiprocessing goes on from here, and leaves the atexit functions out.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _die_with_launcher(watched: Connection) -> None:

@@ -538,9 +538,8 @@ def train_on_processes() -> None:
         host.barrier()  # an engine leaves the groups that it made, and no other
         taken = {r.operation: r.taken for r in host.receipts()}
         assert taken["all_gather"] == "inline", taken
-    dist.new_group([0])  # after which ranks of a run would name their group differently
-    with pytest.raises(ValueError, match="fully_shard: the ranks are in different numbers of"):
-        fully_shard(make("checkpoint"), mesh, reshard_after_forward=HOST)
+    dist.new_group([0])  # after which torch would name a group differently on ranks of a run
+    fully_shard(make("checkpoint"), mesh, reshard_after_forward=HOST).close()
     dist.destroy_process_group()
 
 
@@ -580,9 +579,10 @@ def train_over_two_dims() -> None:
         state = trained(ranks, tp, strategy=strategy, reshard_after_forward=2)
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
-    dist.new_group([0])  # of the first row, of which the others hear
-    with pytest.raises(ValueError, match="fully_shard: the ranks are in different numbers of"):
-        trained(replicas, None, strategy="hybrid_shard", reshard_after_forward=2)
+    dist.new_group([0])  # of the first row
+    state = trained(replicas, None, strategy="hybrid_shard", reshard_after_forward=2)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -248,6 +249,11 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
         time.sleep(0.01)
 
 
+def return_and_never_end(folder: Path) -> None:
+    say_who(folder)
+    threading.Thread(target=wait_for_ever).start()
+
+
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -263,6 +269,7 @@ def has_ended(process: int) -> bool:
         ("wait_without_the_interpreter", ["rank 0"]),
         ("wait_without_the_interpreter", ["rank 0", "rank 1", "server"]),
         ("wait_with_the_interpreter", []),
+        ("return_and_never_end", []),
     ],
 )
 def test_nothing_is_left_of_a_launcher_that_is_killed(
@@ -332,6 +339,61 @@ def never_end() -> None:
 def test_launch_ends_ranks_at_its_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
         launch(never_end, 2, timeout_s=1)
+
+
+def leave_what_ends_with_a_program(folder: Path) -> str:
+    """Returns the process of a worker that never ends by itself."""
+    own = folder / os.environ["RANK"]
+
+    def say(what: str) -> None:
+        with own.open("a") as file:
+            file.write(f"{what}\n")
+
+    def say_later() -> None:
+        threading.main_thread().join()
+        threading.Event().wait(0.3)  # some last work
+        say("thread")
+
+    threading.Thread(target=say_later).start()
+    util.Finalize(None, say, ("finalizer",), exitpriority=0)
+    atexit.register(say, "atexit")
+    worker = multiprocessing.get_context("fork").Process(target=wait_for_ever, daemon=True)
+    worker.start()
+    return str(worker.pid)
+
+
+def test_ranks_that_have_returned_end_as_programs_do(tmp_path: Path) -> None:
+    workers = launch(leave_what_ends_with_a_program, 2, (tmp_path,), timeout_s=60)
+    left = [worker for worker in workers if not is_gone(worker)]
+    for worker in left:
+        os.kill(int(worker), signal.SIGKILL)
+    assert left == []
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == "thread\natexit\nfinalizer\n"
+
+
+def never_end_but_on_rank_0(folder: Path) -> None:
+    if os.environ["RANK"] == "0":
+        wait_until((folder / "rank 1").exists, 60, "rank 1 returns")
+        raise LookupError("rank 0 has a bug")
+    return_and_never_end(folder)
+
+
+def test_ranks_that_do_not_end_are_killed_at_once_when_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardcomm.process.launch.FINISH_S", 0.5)
+    launch(return_and_never_end, 2, (tmp_path,), timeout_s=60)
+    pids = [(tmp_path / f"rank {rank}").read_text().split()[0] for rank in range(2)]
+    assert all(is_gone(pid) for pid in pids)
+    (tmp_path / "rank 1").unlink()
+
+    monkeypatch.setattr("shardcomm.process.launch.FINISH_S", 600.0)
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 has a bug"):
+        launch(never_end_but_on_rank_0, 2, (tmp_path,), timeout_s=60)
+    assert time.monotonic() - begun < 60
+    assert is_gone((tmp_path / "rank 1").read_text().split()[0])
 
 
 def launch_inside() -> list[tuple[int, int]]:
