@@ -351,13 +351,7 @@ class Bucket:
         Raises:
             CommError: As `all_gather`.
         """
-        placement, piece = self._placed[index]
-        flat = self.shard.new_zeros(self.shard.numel(), dtype=held.dtype)
-        shard_view(flat, placement, piece).copy_(held)
-        flat = flat.to(self.comm.device)
-        full = flat.new_empty(self.layout.flat_numel)
-        self.gathering.others_into(full, flat, f"all of {placement.spec.name!r}")
-        return full_view(full, placement).contiguous().to(held.device)
+        return self.gathering.rows(index, held)
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False

@@ -24,6 +24,7 @@ from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.blocks import BlockFormat
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.layout.layout import Layout
+from shardcomm.layout.views import full_view, shard_view
 from shardcomm.meeting.comm_error import like
 from shardcomm.stream.work import DONE, Work
 
@@ -101,7 +102,18 @@ class Gathering:
         else:
             self._comm.all_gather(recv, send, counts=counts, tag=self._tag)
 
-    def others_into(self, full: torch.Tensor, held: torch.Tensor, what: str) -> None:
+    def rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
+        """Gathers the rows `held` of a tensor of parameter `index`; see `Bucket.gathered_rows`."""
+        placement = self._layout.placements[index]
+        piece = self._layout.piece(self._comm.rank, index)
+        flat = self._shard.new_zeros(self._shard.numel(), dtype=held.dtype)
+        shard_view(flat, placement, piece).copy_(held)
+        flat = flat.to(self._comm.device)
+        full = flat.new_empty(self._layout.flat_numel)
+        self._others_into(full, flat, f"all of {placement.spec.name!r}")
+        return full_view(full, placement).contiguous().to(held.device)
+
+    def _others_into(self, full: torch.Tensor, held: torch.Tensor, what: str) -> None:
         """Gathers other elements than the shards, `held` of this rank, into `full`, and waits; collective.
 
         It comes after the gathers that are queued. The tag is a checksum of `what`, so that transports which compare

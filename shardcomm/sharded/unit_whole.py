@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from shardcomm.bucket.bucket import Bucket
+from shardcomm.bucket.gathering import Gathering
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.shard_tensor import Part
 from shardcomm.parameter.tensor_parallel import Distribution, with_same
@@ -43,14 +44,16 @@ def whole_of(owned: OwnedParam, unit: str, holders: Holders, bucket: Bucket, ind
         is_part=bucket.layout.world_size > 1 or holders.differs or is_cut,
         held=held,
         owned=owned_as if has_owner else Owned.NOT,
-        gather=partial(_gathered, holders, bucket, index, how),
+        # Not the bucket, which has the parameter: a `.grad` has its Whole, and garbage collection does not see the
+        # parameter's reference to its `.grad`.
+        gather=partial(_gathered, holders, bucket.gathering, index, how),
         counts=all(comm.rank == 0 for comm in with_same(how, holders.everyone.inner)),
     )
 
 
 def _gathered(
-    holders: Holders, bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
+    holders: Holders, gathering: Gathering, index: int, how: Distribution | None, held: torch.Tensor
 ) -> torch.Tensor:
     with holders.everyone.failing_together, holders.mesh.failing_together:
-        part = bucket.gathered_rows(index, held)
+        part = gathering.rows(index, held)
     return part if how is None else how.whole(part)

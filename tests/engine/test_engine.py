@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardcomm import (
+    Bucket,
     CommError,
     Communicator,
     Engine,
@@ -398,16 +399,23 @@ def test_unit_that_needs_a_busy_slot_says_what_to_do() -> None:
     engine.close()
 
 
-def test_a_closed_engine_is_freed() -> None:
-    def body(comm: Communicator) -> weakref.ref[Engine]:
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("zero_grad", [True, False])
+def test_a_closed_engine_and_its_memory_are_freed(zero_grad: bool, granularity: str) -> None:
+    """Also where parameters still have their `.grad`, of which garbage collection does not know."""
+
+    def body(comm: Communicator) -> tuple[weakref.ref[Engine], weakref.ref[Bucket]]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        engine = fully_shard(model, comm, units=nn.Linear)
+        engine = fully_shard(model, comm, units=nn.Linear, granularity=granularity)
         for _ in range(2):
+            model.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
+        assert any(param.grad is not None for param in model.parameters())
+        if zero_grad:
             model.zero_grad()
         engine.close()
-        return weakref.ref(engine)
+        return weakref.ref(engine), weakref.ref(engine.units[1].buckets[0][0])
 
-    engines = run_threads(body, 2)
+    freed = run_threads(body, 2)
     gc.collect()
-    assert [engine() for engine in engines] == [None, None]
+    assert [(engine(), bucket()) for engine, bucket in freed] == [(None, None)] * 2
