@@ -28,7 +28,8 @@ def main() -> int:
     args = make_parser().parse_args()
     try:
         status: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the caller has closed it
+            sys.stdout.flush()
     except _Terminated as end:
         with suppress(OSError):  # after SIGHUP the terminal may be closed
             print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar

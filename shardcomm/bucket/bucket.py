@@ -173,6 +173,7 @@ class Bucket:
         if self.full is not self.shard:
             flats = [self.full.data for _ in placed]
         self._addresses = [shard.data_ptr() for shard in self.shards]
+        self._gathered_versions: list[int] = []
         self.params = tuple(
             full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
@@ -316,7 +317,19 @@ class Bucket:
                 "memory (by .data = or set_), which is not what is gathered; write into it, as by "
                 f"shards[{moved}].data.copy_(...)"
             )
+        self._tell_autograd()
         return self.gathering.all_gather(async_op=async_op)
+
+    def _tell_autograd(self) -> None:
+        """A backward that needs former values of `params` raises, where shards have changed since the last gather."""
+        if (
+            self.full is self.shard or self.full.is_inference()
+        ):  # the same memory; or what is in no graph
+            return
+        versions = [0 if shard.is_inference() else shard._version for shard in self.shards]
+        if versions != self._gathered_versions:
+            self._gathered_versions = versions
+            torch.autograd.graph.increment_version(self.params)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into memory of the caller's; collective.

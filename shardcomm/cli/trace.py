@@ -39,13 +39,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         if args.plot is not None:
             several = args.step is None and timeline.steps()
             draw(timeline.only(timeline.median_step()) if several else timeline, args.plot)
-        print(table(timeline))
+        shown = table(timeline)
     except OSError as error:
         print(f"shardcomm trace: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"shardcomm trace: {error}", file=sys.stderr)
         return 1
+    print(shown)
     return 0
 
 

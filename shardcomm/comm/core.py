@@ -362,6 +362,8 @@ class CoreCommunicator(Communicator):
 
     def _run(self, operation: str, call: _C.BoundCollective, stream: AnyStream | None) -> Any:
         """Runs `call` on `stream` or, without one, on torch's current one, and returns that; on a CPU, here."""
+        if stream is not None:
+            check_stream(operation, stream)
         on = self._on(stream)
         if on is None:
             self.order.come_after_queued(operation, self.check)
@@ -372,7 +374,6 @@ class CoreCommunicator(Communicator):
 
     def _on(self, stream: AnyStream | None) -> Any:
         if stream is not None:
-            check_stream(self.transport, stream)
             return stream
         if self._on_host:
             return None

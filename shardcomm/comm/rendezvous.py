@@ -166,6 +166,7 @@ def from_process_group(
             )
         group = dist.group.WORLD
     assert group is not None
+    check_member("from_process_group", group)
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     kinds = backend_names(group)
@@ -254,6 +255,14 @@ def _new_group(
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
     return cast("dist.ProcessGroup", made)
+
+
+def check_member(operation: str, group: object) -> None:
+    """ValueError if `group` is what `torch.distributed.new_group` returns on ranks that are not in the new group."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{operation}: this rank is not in the group; call it on the group's own ranks alone"
+        )
 
 
 def backend_names(group: dist.ProcessGroup) -> dict[str, str]:

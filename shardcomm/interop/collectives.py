@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import check_movable, resolved
-from shardcomm.comm.rendezvous import backend_names
+from shardcomm.comm.rendezvous import backend_names, check_member
 from shardcomm.comm.words import ReduceOp
 from shardcomm.stream.streams import AnyStream
 from shardcomm.stream.work import Work
@@ -211,6 +211,7 @@ def _communicator(operation: str, group: Group, device: torch.device) -> Communi
                 "Communicator as group"
             )
         group = dist.group.WORLD
+    check_member(operation, group)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"{operation}: group is {group!r}; it must be a ProcessGroup of which this rank is part, or a Communicator"

@@ -23,7 +23,7 @@ from shardcomm.layout.param_spec import ParamSpec
 from shardcomm.layout.placement import Piece, Placement
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part, ShardTensor, check_value, load_value
-from shardcomm.parameter.whole import Whole
+from shardcomm.parameter.whole import Held, Owned, Whole
 
 _NUMBERS = {"step", "eta", "mu", "mu_product"}
 """The numbers in the state of torch's optimizers. The names tell them from moments, which may be numbers too."""
@@ -40,12 +40,15 @@ class ParamState:
         name: The parameter's name in the model.
         rows: This rank's rows.
         part: Which part of the whole they are.
+        is_whole: Whether they are all of it on the only rank that has any, which may have state of any shape. Not where
+            ranks share rows out, and this one happens to have them all: others refuse such state.
         check_names: Raises if other ranks have other parameters of this name; None: they have not.
     """
 
     name: str
     rows: torch.Tensor
     part: Part
+    is_whole: bool
     check_names: Callable[[str], None] | None
 
     @staticmethod
@@ -58,7 +61,9 @@ class ParamState:
             whole = getattr(param, "whole", None)
         if not isinstance(whole, Whole) or not whole.is_part:
             return None
-        return ParamState(whole.name, whole.rows, whole.part, whole.check_names)
+        is_shared = whole.owned is Owned.NOT and whole.holders.mesh.size > 1
+        is_whole = whole.held is Held.WHOLE and not is_shared
+        return ParamState(whole.name, whole.rows, whole.part, is_whole, whole.check_names)
 
     def shown(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """`state` as a state dict has it: tensors of the rows' shape as ShardTensors, which are views; the rest as is.
@@ -104,7 +109,7 @@ class ParamState:
             return value
         if value.shape == self.rows.shape:
             return self.part.of(value)
-        if value.dim() == 0 or self.rows.shape == self.part.shape:
+        if value.dim() == 0 or self.is_whole:
             return value
         raise ValueError(
             f"state_dict: {key!r} of {self.name!r} has shape {tuple(value.shape)}, this rank's rows "
@@ -122,7 +127,7 @@ class ParamState:
                     return value.held.new_zeros(value.shape)
                 return value
             return torch.empty_like(self.rows, dtype=value.dtype, device=value.device)
-        if not isinstance(value, ShardTensor) and (is_number or self.rows.shape == self.part.shape):
+        if not isinstance(value, ShardTensor) and (is_number or self.is_whole):
             return value
         check_value("load_state_dict", f"{key!r} of {self.name!r}", self.part.of(self.rows), value)
         if isinstance(value, ShardTensor) and value.held.shape == self.rows.shape:

@@ -204,7 +204,7 @@ def test_tensors_of_torchs_transforms(within: Callable[..., object], reason: str
         (lambda: COMM.allocate(2**60, dtype=torch.complex128, use="gather"), "more memory than there can be"),
         (lambda: COMM.allocate(4, dtype=torch.qint8, use="gather"), "dtype is torch.qint8"),
         (lambda: COMM.allocate(True, use="gather"), "numel is True; it must be a whole number"),
-        (lambda: COMM.all_reduce(ZEROS, stream=1), "stream is a int; it must be a shardcomm.Stream"),
+        (lambda: COMM.all_reduce(ZEROS, stream=1), "all_reduce: stream is a int; it must be a shardcomm.Stream"),
         (lambda: COMM.reduce_scatter(ZEROS, ZEROS.clone(), nonfinite=True), "nonfinite is a bool"),
         (lambda: COMM.reduce_scatter(ZEROS, ZEROS.clone(), nonfinite=FREED_FLAG), "nonfinite has no memory of its own"),
         (lambda: PLAN.bind([ZEROS], [ZEROS.clone()]).run(stream=1), "stream is a int"),

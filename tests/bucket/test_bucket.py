@@ -208,6 +208,33 @@ def test_a_shard_that_was_given_other_memory_is_refused() -> None:
         bucket.all_gather()
 
 
+@pytest.mark.covers("buckets")
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_backward_past_a_gather_of_changed_shards_raises(changes: bool, async_op: bool) -> None:
+    """As past torch's own gather, or a step of a plain optimizer. A gather of the same values harms nothing."""
+
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"w": torch.arange(8.0).view(2, 4)}, comm)
+        x = torch.ones(1, 4, requires_grad=True)
+        bucket.all_gather(async_op=async_op).wait()
+        weight = bucket.params[0].requires_grad_()
+        loss = torch.nn.functional.linear(x, weight).sum()
+        if changes:
+            with torch.no_grad():
+                bucket.shards[0].mul_(100)
+        bucket.all_gather(async_op=async_op).wait()
+        if changes:
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [[4, 6, 8, 10]]
+
+    run_threads(body, 2)
+
+
 def test_buckets_of_one_communicator_may_be_under_way_together() -> None:
     """Without buffers or streams of their own choice, made with different data."""
     wholes = [{"weight": torch.full((64, 32), float(i))} for i in range(6)]

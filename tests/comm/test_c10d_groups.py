@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardcomm import CommError, Communicator, fully_shard, launch
+from shardcomm import CommError, Communicator, all_gather_into_tensor, fully_shard, launch
 from shardcomm._C import Stream
 from shardcomm.comm import rendezvous
 from support import interpreters
@@ -259,3 +259,25 @@ def connect_on_other_devices() -> None:
 
 def test_a_device_is_refused_for_which_the_group_has_no_backend() -> None:
     launch(connect_on_other_devices, 2, timeout_s=60)
+
+
+def connect_without_being_in_the_group() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        Communicator.from_process_group(group, deadline_s=30).close()
+    else:
+        calls: dict[str, Callable[[], object]] = {
+            "from_process_group": lambda: Communicator.from_process_group(group),
+            "all_gather_into_tensor": lambda: all_gather_into_tensor(
+                torch.zeros(1), torch.zeros(1), group
+            ),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=f"^{name}: this rank is not in the group"):
+                call()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_are_not_in_the_group_are_told_so() -> None:
+    launch(connect_without_being_in_the_group, 2, timeout_s=60)

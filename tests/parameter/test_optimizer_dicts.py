@@ -438,6 +438,26 @@ def test_what_is_no_state_of_the_whole_is_refused() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("granularity", ["row", "element"])
+def test_a_wrong_moment_is_refused_also_where_a_rank_happens_to_have_all_rows(
+    granularity: Any,
+) -> None:
+    """Else that rank would train on, and wait for the one that has none."""
+    good = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).state_dict()
+
+    def body(comm: Communicator) -> bool:
+        model = nn.Linear(8, 1, bias=False) if granularity == "row" else nn.Linear(1, 1, bias=False)
+        fully_shard(model, comm, granularity=granularity)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrong = torch.zeros(3, 8)
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": wrong, "exp_avg_sq": wrong}}
+        with pytest.raises(ValueError, match=r"'exp_avg' of 'weight' has shape \(3, 8\)"):
+            optimizer.load_state_dict({**good, "state": state})
+        return model.weight.to_local().numel() > 0  # type: ignore[operator]
+
+    assert sorted(run_threads(body, 2)) == [False, True]
+
+
 def test_an_optimizer_that_is_given_the_model_later_is_told_at_its_first_step() -> None:
     """As Accelerate exchanges the parameters in an optimizer's groups."""
 

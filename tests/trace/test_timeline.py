@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,20 @@ def test_what_is_no_trace_is_refused(
         file.write_text(content)
     assert status("trace", str(file)) == 1
     assert message in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written_is_the_output_and_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    by_hand().save(file)
+    command = f"{sys.executable} -m shardcomm trace {file}"
+    full, closed = (
+        subprocess.run(
+            ["sh", "-c", command + to], capture_output=True, text=True, check=False, timeout=60
+        )
+        for to in (" >/dev/full", " >&-")
+    )
+    assert (full.returncode, full.stderr) == (1, "shardcomm: No space left on device\n")
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_a_trace_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
