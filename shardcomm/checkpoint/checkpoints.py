@@ -337,7 +337,7 @@ class Checkpoints:
         self.comm.all_gather(of_ranks, given)
         if not good:
             raise ValueError(
-                f"{operation}: step is {step!r}; it must be a whole number of at least 0"
+                f"{operation}: step is {step!r}; it must be a whole number from 0 to 2**63 - 1"
             )
         for rank, other in enumerate(of_ranks.tolist()):
             if other != step:

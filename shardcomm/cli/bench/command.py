@@ -157,7 +157,7 @@ def _options(
         dtype=args.d,
         redop=args.o,
         iterations=args.n,
-        warmups=args.w,
+        warmups=max(1, args.w),  # the first call makes what later ones use
         aggregate=args.m,
         checks=args.c,
         average=args.a,

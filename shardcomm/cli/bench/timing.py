@@ -53,7 +53,7 @@ def timing(
     `overhead_s` is the time of the loop itself for each operation, and is taken off on a CPU. On a GPU the loop runs
     ahead of the device, so that it costs nothing, or it is part of the cost of a launch.
     """
-    for _ in range(max(1, options.warmups)):
+    for _ in range(options.warmups):
         run()
     if options.graph_launches and device.type != "cpu":
         run = _graph(run, options)  # before ranks meet, since ranks take differently long for it
