@@ -4,23 +4,27 @@
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <vector>
 
 namespace shardcomm {
 namespace {
 
 namespace fs = std::filesystem;
 
-// The number after `name` in a file of names and numbers.
-std::optional<std::size_t> number_of(const fs::path& file, const std::string& name) {
+// The sum of the numbers after any of `names` in a file of names and numbers; nullopt if none is
+// there.
+std::optional<std::size_t> sum_of(const fs::path& file, const std::vector<std::string>& names) {
+  std::optional<std::size_t> sum;
   std::ifstream lines(file);
   std::string line;
   while (std::getline(lines, line)) {
     std::istringstream words(line);
     std::string word;
     std::size_t number = 0;
-    if (words >> word && word == name && words >> number) return number;
+    if (!(words >> word >> number)) continue;
+    if (std::find(names.begin(), names.end(), word) != names.end()) sum = sum.value_or(0) + number;
   }
-  return std::nullopt;
+  return sum;
 }
 
 // The number that a file consists of; "max" is none.
@@ -33,7 +37,9 @@ struct Hierarchy {
   fs::path root;
   const char* limit;
   const char* used;
-  const char* reclaimable;  // in memory.stat: files' pages that nobody has used lately
+  // In memory.stat: what the kernel takes back before it ends a process, as MemAvailable has it.
+  // Shared memory is not among the files there.
+  std::vector<std::string> reclaimable;
 };
 
 std::optional<std::size_t> smaller(std::optional<std::size_t> a, std::optional<std::size_t> b) {
@@ -48,8 +54,7 @@ std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const fs::path& f
     const auto limit = number_in(group / hierarchy.limit);
     const auto used = number_in(group / hierarchy.used);
     if (!limit || !used) return;
-    const std::size_t files =
-        number_of(group / "memory.stat", hierarchy.reclaimable).value_or(std::size_t{0});
+    const std::size_t files = sum_of(group / "memory.stat", hierarchy.reclaimable).value_or(0);
     const std::size_t kept = *used - std::min(*used, files);
     left = smaller(left, *limit - std::min(*limit, kept));
   };
@@ -64,12 +69,15 @@ std::optional<std::size_t> left_in(const Hierarchy& hierarchy, const fs::path& f
 }  // namespace
 
 std::optional<std::size_t> available_memory(const fs::path& root) {
-  const auto kilobytes = number_of(root / "proc/meminfo", "MemAvailable:");
+  const auto kilobytes = sum_of(root / "proc/meminfo", {"MemAvailable:"});
   std::optional<std::size_t> left = kilobytes ? std::optional(*kilobytes * 1024) : std::nullopt;
   const fs::path mount = root / "sys/fs/cgroup";
-  const Hierarchy second{mount, "memory.max", "memory.current", "inactive_file"};
-  const Hierarchy first{mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-                        "total_inactive_file"};
+  const Hierarchy second{
+      mount, "memory.max", "memory.current", {"inactive_file", "active_file", "slab_reclaimable"}};
+  const Hierarchy first{mount / "memory",
+                        "memory.limit_in_bytes",
+                        "memory.usage_in_bytes",
+                        {"total_inactive_file", "total_active_file"}};
   // Lines as "0::/folder" (version 2) or "4:memory:/folder" (version 1).
   std::ifstream groups(root / "proc/self/cgroup");
   std::string line;

@@ -315,13 +315,16 @@ class Bucket:
             raise ValueError(
                 f"all_gather: shards[{moved}], rows of {self.layout.placements[moved].spec.name!r}, has moved to other "
                 "memory (by .data = or set_), which is not what is gathered; write into it, as by "
-                f"shards[{moved}].data.copy_(...)"
+                f"shards[{moved}].copy_(...) under torch.no_grad()"
             )
         self._tell_autograd()
         return self.gathering.all_gather(async_op=async_op)
 
     def _tell_autograd(self) -> None:
-        """A backward that needs former values of `params` raises, where shards have changed since the last gather."""
+        """A backward that needs former values of `params` raises, where this rank's shards have changed since.
+
+        Not at every gather: a loop may gather the same values again for its backward.
+        """
         if (
             self.full is self.shard or self.full.is_inference()
         ):  # the same memory; or what is in no graph

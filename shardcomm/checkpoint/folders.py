@@ -77,7 +77,8 @@ def begin(path: Path) -> Path:
         The partial folder, or file, to write; `replace` then gives it the name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path)
+    if (before := at(path)) != path:
+        before.rename(path)
     for left in list(_beside(path)):
         remove(left)
     return partial_folder(path)
@@ -86,10 +87,13 @@ def begin(path: Path) -> Path:
 def replace(path: Path, partial: Path) -> None:
     """Gives `partial` the name `path`, and then removes what had it before.
 
-    The files in `partial` must be on the disk. Whenever this process is killed, one of the two is at `path`, or
-    `recover` brings it there.
+    The files in `partial` must be on the disk. Whenever this process is killed, `at(path)` is one of the two.
     """
     sync(partial)
+    if partial.is_file() and not path.is_dir():
+        partial.replace(path)  # at once
+        sync(path.parent)
+        return
     replaced = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACED}")
     with suppress(FileNotFoundError):  # nothing was at `path`
         path.rename(replaced)
@@ -98,17 +102,10 @@ def replace(path: Path, partial: Path) -> None:
     remove(replaced)
 
 
-def recover(path: Path) -> None:
-    """Brings back what was at `path`, if a `replace` was killed before the newer one was there.
-
-    Ranks may call it at the same time.
-    """
-    if path.exists():
-        return
-    for replaced in _beside(path):
-        if replaced.suffix == _REPLACED:
-            with suppress(FileNotFoundError):  # another rank has brought it back
-                replaced.rename(path)
+def at(path: Path) -> Path:
+    """Where the checkpoint of `path` is: there or, if a `replace` was killed or is under way, where that has put it."""
+    aside = [] if path.exists() else [p for p in _beside(path) if p.suffix == _REPLACED]
+    return aside[0] if aside else path
 
 
 def set_aside(damaged: Path) -> None:

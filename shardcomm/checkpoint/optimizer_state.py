@@ -132,8 +132,17 @@ class OptimizerState:
         """Makes the state with which the first step begins of those that have none; parameters stay the same."""
         probe = copy.copy(self._optimizer)  # without what it has besides torch's attributes
         for name, value in vars(self._optimizer).items():
-            if name != "step":  # which a scheduler of torch's has bound to the optimizer itself
-                vars(probe).setdefault(name, value)
+            if name == "step" or name in vars(
+                probe
+            ):  # a scheduler of torch's binds `step` to the optimizer itself
+                continue
+            if isinstance(value, torch.optim.Optimizer):
+                kind = type(self._optimizer).__name__
+                raise RuntimeError(
+                    f"the state of {kind} before its first step: its {name} is an optimizer too, which would make a "
+                    f"step of its own; save and load the state of {kind}.{name}, or call this after a step"
+                )
+            vars(probe)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param not in of or self._optimizer.state.get(param):

@@ -40,6 +40,9 @@ from shardcomm.copy.wire_stats import WireStats
 from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import AnyEvent, AnyStream, check_stream
 
+# The groups of processes that this one was forked from, which it never lets go of.
+_of_parents: list[dict[pending.Channel, dist.ProcessGroup]] = []
+
 # A collective of the group that it is given.
 Run = Callable[[dist.ProcessGroup], None]
 
@@ -389,11 +392,14 @@ class C10dCommunicator(Communicator):
             group.abort()
 
     def close(self) -> None:
+        failed = self._failure is not None
         self._fail("closed", f"rank {self.rank} closed the communicator")
         pending.closed(self)
-        for group in list(self._groups.values()):
+        for group in list(self._groups.values()) if os.getpid() == self._pid else ():
+            if failed:
+                group.abort()  # else NCCL waits for kernels of ranks that do not come
             # torch.distributed knows no group that is a backend alone, and none after its own end.
-            if os.getpid() == self._pid and group in distributed_c10d._world.pg_map:
+            if group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         _let_go(self._groups, self._pid)
 
@@ -503,9 +509,11 @@ class _Call:
 
 
 def _let_go(groups: dict[pending.Channel, dist.ProcessGroup], pid: int) -> None:
-    """Ends groups that nothing else holds; not in a forked child, which has no thread for whose end it could wait."""
+    """Ends groups that nothing else holds; not in a forked child, which would wait for threads that it has not."""
     if os.getpid() == pid:
         groups.clear()
+    else:
+        _of_parents.append(groups.copy())
 
 
 def _divide_(total: torch.Tensor, ranks: int) -> None:

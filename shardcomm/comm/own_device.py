@@ -77,7 +77,9 @@ def _own_device(operation: str, own: Launched, transport: Transport) -> torch.de
         reason = _why_not_on_gpus(own.local_size or 1 + (own.local_rank or 0), gpus)
         if reason is None:
             return own_gpu(own, gpus)
-        if not own.local_rank:  # once a host
+        if (
+            own.local_rank == 0 or own.rank == 0
+        ):  # once a host, where the launcher says who is first on it
             warnings.warn(
                 f"{operation}: the ranks work on CPUs, since {reason}; device='cpu' says that this is meant",
                 RuntimeWarning,
@@ -88,11 +90,13 @@ def _own_device(operation: str, own: Launched, transport: Transport) -> torch.de
 
 def _why_not_on_gpus(ranks_here: int, gpus: int) -> str | None:
     """Why ranks that did not name a device leave the GPUs of their host alone; None if they need not."""
+    nccl_here = nccl.status()
+    if not nccl_here.available:
+        return nccl_here.reason
     if gpus < ranks_here:
         each = "give device='cuda' if the launcher shows each rank a GPU of its own"
         return f"this host has {ranks_here} of them, and sees {gpus} GPU{'s'[: gpus > 1]} ({each})"
-    nccl_here = nccl.status()
-    return None if nccl_here.available else nccl_here.reason
+    return None
 
 
 def own_gpu(own: Launched, gpus: int) -> torch.device:

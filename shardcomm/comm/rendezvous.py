@@ -252,6 +252,7 @@ def _new_group(
         group.get_group_store(),
         name,
         timeout=timedelta(seconds=deadline_s),
+        device_id=group.bound_device_id,
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: own for own, rank in enumerate(ranks)}
     return cast("dist.ProcessGroup", made)

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.tensor_parallel import local
+from shardcomm.parameter.versions import version_of
 from shardcomm.unit.unit import UnitParams
 
 
@@ -61,23 +62,29 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None and not tensor.is_meta
     ]
-    params, buffers = on_meta(module._parameters), on_meta(module._buffers)
-    for name in params:
+    made: dict[str, torch.Tensor] = {}
+    for name in on_meta(module._parameters):
         param = module._parameters[name]
         assert param is not None
         memory = _without_values(param, device)
-        module._parameters[name] = made = nn.Parameter(memory, requires_grad=param.requires_grad)
-        vars(made).update(vars(param))
-    for name in buffers:
+        made[name] = new = nn.Parameter(memory, requires_grad=param.requires_grad)
+        module._parameters[name] = new
+        vars(new).update(vars(param))
+    for name in on_meta(module._buffers):
         buffer = module._buffers[name]
         assert buffer is not None
-        module._buffers[name] = _without_values(buffer, device)
+        made[name] = module._buffers[name] = _without_values(buffer, device)
+    versions = {name: version_of(tensor) for name, tensor in made.items()}
     module.reset_parameters()  # type: ignore[operator]
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
-    left = [name for name in params if _has_none(module._parameters.get(name))]
-    left += [name for name in buffers if _has_none(module._buffers.get(name))]
+    now = {**module._parameters, **module._buffers}
+    left = [
+        name
+        for name, tensor in made.items()
+        if now.get(name) is tensor and version_of(tensor) == versions[name] and _is_unset(tensor)
+    ]
     if left:
         raise ValueError(
             f"reset_parameters() of {type(module).__name__} has left {', '.join(left)} without values, which came from "
@@ -86,16 +93,16 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def _without_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory in the shape of `tensor`, whose elements are what nobody would set them all to."""
+    """Memory in the shape of `tensor`, whose elements are a mark."""
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if (mark := _mark(tensor.dtype)) is not None:
         made.fill_(mark)
     return made
 
 
-def _has_none(tensor: torch.Tensor | None) -> bool:
-    """Whether all elements are still those of `_without_values`."""
-    if tensor is None or (mark := _mark(tensor.dtype)) is None:
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """Whether all elements are still the mark, which tells what was written through `.data`, as no version does."""
+    if (mark := _mark(tensor.dtype)) is None:
         return False
     mine = local(tensor)
     unset = mine.isnan() if math.isnan(mark) else mine == mark

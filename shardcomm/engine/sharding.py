@@ -138,7 +138,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is not of a type that is accepted, is not known, or is missing; the message names it.
         ValueError: An argument is out of its range, the model is sharded already, or the model has something that
-            cannot be sharded, or has no values after `reset_parameters`. The message names it.
+            cannot be sharded. The message names it. Or a module has no values after its `reset_parameters`; the ranks'
+            groups have ended then.
         CommError: A rank is missing, has raised, has called with another model, or has other parts of DTensors.
 
     Example:

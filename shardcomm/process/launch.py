@@ -74,7 +74,7 @@ def launch(
     process that the function forks is no rank: it ends when it comes back from the function, and its result is dropped.
     A rank may launch ranks of its own. When all ranks have returned, each ends as a program does: it waits for its
     threads, runs its `atexit` functions, and ends the processes that it started by multiprocessing. A rank that takes
-    longer than 5 s for that is killed. Whatever happens, no process is left.
+    longer than 5 s for that, or than `timeout_s` for the whole, is killed. Whatever happens, no process is left.
 
     Args:
         fn: The function. It must be one of a module, since it is pickled by its name.
@@ -124,8 +124,10 @@ def launch(
     try:
         for rank in range(ranks):
             group.start(context, rank, (store.port, secret), fn, args)
+        begun = time.monotonic()
         results = group.results(timeout_s)
-        group.let_finish()
+        left_s = FINISH_S if timeout_s is None else begun + timeout_s - time.monotonic()
+        group.let_finish(min(FINISH_S, left_s))
         return results
     finally:
         group.end()
@@ -281,9 +283,9 @@ class _Ranks:
             return ended_before_the_call(process.exitcode)
         return ended(process.exitcode)
 
-    def let_finish(self) -> None:
-        """Waits for the ranks, which have returned, to end; no longer than they may take."""
-        end = time.monotonic() + FINISH_S
+    def let_finish(self, within_s: float) -> None:
+        """Waits for the ranks, which have returned, to end."""
+        end = time.monotonic() + within_s
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
 

@@ -239,3 +239,28 @@ def test_means_over_some_rows_are_no_state_to_save(width: int) -> None:
             state.state_dict()
 
     run_threads(body, 2)
+
+
+class Wrapping(Momentum):
+    """Steps by another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups[0]["params"])
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_an_optimizer_of_an_optimizer_makes_no_step_to_show_its_state() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(4, 4)
+        engine = fully_shard(model, comm)
+        optimizer = Wrapping(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 4)).sum().backward()
+        before = engine.full_state_dict()
+        with pytest.raises(RuntimeError, match=r"its base is an optimizer too, .* Wrapping\.base"):
+            engine.optimizer_state(optimizer).state_dict()
+        assert_equal(engine.full_state_dict(), before)
+
+    run_threads(body, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -281,3 +283,27 @@ def connect_without_being_in_the_group() -> None:
 
 def test_ranks_that_are_not_in_the_group_are_told_so() -> None:
     launch(connect_without_being_in_the_group, 2, timeout_s=60)
+
+
+def drop_in_a_fork(close: bool) -> int:
+    """Drops the communicator in a forked process, which has none of its threads; returns how that ended."""
+    dist.init_process_group("gloo")
+    comm = Communicator.from_process_group(transport="c10d", deadline_s=30)
+    comm.barrier()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hang is a failure
+        if close:
+            comm.close()
+        del comm
+        gc.collect()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    comm.close()
+    dist.destroy_process_group()
+    return status
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_forked_process_may_drop_it(close: bool) -> None:
+    assert launch(drop_in_a_fork, 1, (close,), timeout_s=60) == [0]

@@ -64,8 +64,10 @@ int main() {
           {"proc/self/cgroup", "0::/\n"},
           {second + "memory.max", "10000\n"},
           {second + "memory.current", "7000\n"},
-          {second + "memory.stat", "anon 5000\nfile 2000\nactive_file 500\ninactive_file 1500\n"}},
-         10000 - (7000 - 1500));
+          {second + "memory.stat",
+           "anon 5000\nfile 1900\nshmem 50\nactive_file 500\ninactive_file 1300\nslab_reclaimable "
+           "100\n"}},
+         10000 - (7000 - 1900));
   expect("the group around it has less left",
          {{"proc/meminfo", meminfo},
           {"proc/self/cgroup", "0::/job/step\n"},
@@ -84,8 +86,9 @@ int main() {
           {"proc/self/cgroup", "4:cpu,memory:/docker/1a2b\n3:pids:/other\n0::/\n"},
           {first + "memory.limit_in_bytes", "6000\n"},
           {first + "memory.usage_in_bytes", "3000\n"},
-          {first + "memory.stat", "inactive_file 1\ntotal_inactive_file 800\n"}},
-         6000 - (3000 - 800));
+          {first + "memory.stat",
+           "inactive_file 1\ntotal_inactive_file 800\ntotal_active_file 100\n"}},
+         6000 - (3000 - 900));
 
   const auto here = shardcomm::available_memory();
   if (!here || *here == 0) {

@@ -132,10 +132,14 @@ class Forgetful(nn.Module):
         self.register_buffer("count", torch.empty((), dtype=torch.int64))
         self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
         self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("full", torch.empty(4, dtype=torch.uint8))
+        self.register_buffer("unknown", torch.empty(4))
 
     def reset_parameters(self) -> None:
         if self.raises:
             raise KeyError("no values here")
+        self.full.fill_(255)  # which may be meant, and so may NaN
+        self.unknown = torch.full((4,), torch.nan)
         for name in self.names:  # by .data, which leaves a tensor's version as it was
             getattr(self, name).data.zero_()
 
@@ -151,7 +155,10 @@ def test_what_reset_parameters_leaves_without_values_is_named(left: tuple[str, .
     comm = Communicator.local_group(1)[0]
     if not left:
         state = fully_shard(model, comm).full_state_dict()
-        assert all(not value.any() for name, value in state.items() if "mask" not in name)
+        assert all(not state[f"0.{name}"].any() for name in NEEDED if name != "inverse")
+        assert model[0].inverse.eq(0).all()
+        assert state["0.full"].eq(255).all()
+        assert state["0.unknown"].isnan().all()
         return
     names = ", ".join(left)
     with pytest.raises(ValueError, match=f"of Forgetful has left {names} without values"):

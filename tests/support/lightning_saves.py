@@ -50,8 +50,10 @@ class Saver:
 
 def version_at(path: Path) -> int:
     """The version of the whole checkpoint that `fabric.load` would find at `path`. Torch alone reads it."""
+    from shardcomm.checkpoint.folders import at
     from shardcomm.interop.lightning.shards import is_folder
 
+    path = at(path)
     if is_folder(path):
         file = path.parent.with_name("of a folder")
         dcp_to_torch_save(path, file)

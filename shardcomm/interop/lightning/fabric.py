@@ -14,6 +14,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
+from shardcomm.checkpoint.folders import at
 from shardcomm.checkpoint.optimizer_state import OptimizerState
 from shardcomm.engine.engine import Engine
 from shardcomm.interop.lightning.shards import (
@@ -210,7 +211,7 @@ class ShardcommStrategy(DDPStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads a file or a folder into `state`, and returns what it does not ask for; collective."""
-        path = local_path(self.broadcast(path), type(self).__name__)
+        path = Path(self.broadcast(at(local_path(path, type(self).__name__))))
         if not is_folder(path):
             rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return rest

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcomm.arguments.scalars import is_whole
-from shardcomm.checkpoint.folders import begin, recover, remove, replace
+from shardcomm.checkpoint.folders import at, begin, remove, replace
 from shardcomm.checkpoint.manifest import files_in, sync
 from shardcomm.checkpoint.together import together
 from shardcomm.checkpoint.unpickling import check_unpickling
@@ -183,8 +183,7 @@ def load_folder(
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a checkpoint folder is at `path`. What a save that was killed has set aside is brought back first."""
-    recover(path)
+    """Whether a checkpoint folder is at `path`."""
     return (path / _META).is_file()
 
 
@@ -222,7 +221,7 @@ def full_optimizer_states(path: Path, states: dict[str, Any]) -> dict[str, dict[
 def one_file(path: Path, io: Any) -> Iterator[Path]:
     """A context that gives the path to which rank 0 writes a checkpoint of one file; collective.
 
-    It is `path`, and where a checkpoint folder is at `path`, a file beside it that replaces the folder in the end.
+    It is a file beside `path`, which replaces what is there in the end; or `path`, for an `io` that may write later.
 
     Args:
         path: Where the checkpoint will be, the same on every rank.
@@ -236,7 +235,7 @@ def one_file(path: Path, io: Any) -> Iterator[Path]:
     if refusal:
         raise IsADirectoryError(refusal)
     with _partial(path) as partial:
-        replaces = dist.get_rank() == 0 and path.is_dir()
+        replaces = dist.get_rank() == 0 and type(io) is TorchCheckpointIO
         yield partial if replaces else path
         if replaces:
             replace(path, partial)
@@ -244,7 +243,7 @@ def one_file(path: Path, io: Any) -> Iterator[Path]:
 
 def _why_no_file(path: Path, io: Any) -> str:
     """Why `io` cannot write a file in place of what is at `path`; "" if it can."""
-    of_checkpoint = is_folder(path)
+    of_checkpoint = is_folder(at(path))
     if of_checkpoint and type(io) is not TorchCheckpointIO:
         return (
             f"the path of the checkpoint is a checkpoint folder, which is removed when the file is there, and "

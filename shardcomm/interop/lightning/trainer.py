@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from shardcomm.checkpoint.folders import at
 from shardcomm.engine.engine import Engine
 from shardcomm.interop.lightning.shards import (
     Sharding,
@@ -186,7 +187,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Reads a file, or a folder, whose model and optimizers are loaded in place; collective."""
-        path = local_path(self.broadcast(checkpoint_path), type(self).__name__)
+        path = self.broadcast(at(local_path(checkpoint_path, type(self).__name__)))
         if not is_folder(path):
             file: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return file
