@@ -77,9 +77,8 @@ def _own_device(operation: str, own: Launched, transport: Transport) -> torch.de
         reason = _why_not_on_gpus(own.local_size or 1 + (own.local_rank or 0), gpus)
         if reason is None:
             return own_gpu(own, gpus)
-        if (
-            own.local_rank == 0 or own.rank == 0
-        ):  # once a host, where the launcher says who is first on it
+        is_first = own.local_rank == 0 or own.rank == 0  # of its host, if the launcher tells
+        if is_first:
             warnings.warn(
                 f"{operation}: the ranks work on CPUs, since {reason}; device='cpu' says that this is meant",
                 RuntimeWarning,
