@@ -12,7 +12,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What is imported is compiled then: a small part of what is installed.
 INSTALL := $(BIN)/pip install --quiet --no-compile
-SANITIZERS := address,undefined thread
 
 # Each of some hundred processes of the tests would compile again what it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,7 +20,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/
   'csrc/*.hpp' 'tests/c/*.c' 'tests/c/*.cpp' 'tests/c/*.h' 'examples/cpp/*.cpp' 'examples/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures torch-tests sanitize arm faults model fuzz clean
+.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures torch-tests sanitize sanitize-address sanitize-thread arm faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
@@ -117,14 +116,17 @@ torch-tests: setup
 	mkdir -p build/bench
 	$(BIN)/python bench/torch_tests.py --check $(if $(PYTORCH),--pytorch "$(PYTORCH)") --json build/bench/torch_tests.json
 
+sanitize: sanitize-address sanitize-thread
+
+sanitize-address: SANITIZERS := address,undefined
+sanitize-thread: SANITIZERS := thread
+
 # More tests at a time than cores: a third of their time they wait.
-sanitize: setup
-	for sanitizer in $(SANITIZERS); do \
-	  build=build/sanitize-$${sanitizer%%,*}; \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	    -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
-	  $(BIN)/cmake --build $$build && \
-	  (cd $$build && setarch -R ../../$(BIN)/ctest -j4 --output-on-failure) || exit 1; done
+sanitize-address sanitize-thread: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/$@ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$(SANITIZERS) -DSHARDCOMM_CUDA=off >/dev/null
+	$(BIN)/cmake --build build/$@
+	cd build/$@ && setarch -R ../../$(BIN)/ctest -j3 --output-on-failure
 
 arm: setup
 	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || \

@@ -1,4 +1,4 @@
-"""How the fork server of `launch` ends. Only that server imports this module, at its start.
+"""How the fork server of `launch` ends, and what is left to its ranks to end. Only that server imports this module.
 
 The server ends when its pipe from the launcher closes. A stopped server would not notice that, so the kernel continues
 it (SIGCONT) when its parent ends. The kernel takes the end of the thread that started the server for the parent's end.
@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+import weakref
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -36,3 +37,8 @@ def _remove_folder() -> None:
 
 signal_at_its_end(signal.SIGCONT)
 atexit.register(_remove_folder)
+
+# A rank ends what it has begun itself. Torch, which is loaded by now, takes its operators back at the end of a process:
+# each rank would copy, to do so, a large part of the memory that it shares with this server.
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False

@@ -244,7 +244,9 @@ def test_store_that_does_not_answer_ends_at_the_deadline(silent_port: socket.soc
 
 
 WAITING = """
+import faulthandler
 import shardcomm
+faulthandler.dump_traceback_later(50)  # for whoever has to find out why Ctrl-C was not heard
 try:
     shardcomm.Communicator.from_env(deadline_s=300, device="cpu")
 except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -355,7 +356,8 @@ def leave_what_ends_with_a_program(folder: Path) -> str:
         say("thread")
 
     threading.Thread(target=say_later).start()
-    util.Finalize(None, say, ("finalizer",), exitpriority=0)
+    util.Finalize(None, say, ("multiprocessing's",), exitpriority=0)
+    weakref.finalize(wait_for_ever, say, "of an object")
     atexit.register(say, "atexit")
     worker = multiprocessing.get_context("fork").Process(target=wait_for_ever, daemon=True)
     worker.start()
@@ -369,7 +371,9 @@ def test_ranks_that_have_returned_end_as_programs_do(tmp_path: Path) -> None:
         os.kill(int(worker), signal.SIGKILL)
     assert left == []
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == "thread\natexit\nfinalizer\n"
+        assert (tmp_path / str(rank)).read_text() == (
+            "thread\natexit\nof an object\nmultiprocessing's\n"
+        )
 
 
 def never_end_but_on_rank_0(folder: Path) -> None:

@@ -9,6 +9,7 @@ loads the backend. The command `shardcomm` loads its parser. What else a test's 
 import atexit
 import contextlib
 import gc
+import weakref
 
 import hypothesis
 import pytest
@@ -37,3 +38,6 @@ with contextlib.suppress(RuntimeError):
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)  # nanobind would report what is frozen as leaked
+# As in the fork server of `launch`.
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False
