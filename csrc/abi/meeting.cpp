@@ -15,6 +15,7 @@
 
 #include "shardcomm/communicator.h"
 #include "shardcomm/nccl.h"
+#include "stream/fork.h"
 
 namespace shardcomm::abi {
 namespace {
@@ -65,7 +66,9 @@ struct Threads {
 
 // What this process keeps for ranks that have not come yet, by the payloads of ids.
 struct Begun {
-  std::mutex mutex;
+  Begun();
+
+  std::mutex mutex;  // held over a fork, so that the child finds it open
   std::map<std::string, std::unique_ptr<ShmSession>> sessions;
   std::map<std::string, Threads> threads;
   int groups = 0;
@@ -83,6 +86,11 @@ struct Begun {
 Begun& begun() {
   static Begun& all = *new Begun;
   return all;
+}
+
+Begun::Begun() {
+  const auto unlock = [] { begun().mutex.unlock(); };
+  at_fork([] { begun().mutex.lock(); }, unlock, unlock);
 }
 
 bool is_of_threads(int transport) { return transport == SHC_LOCAL || transport == SHC_LOCAL_CUDA; }
@@ -104,7 +112,9 @@ std::shared_ptr<Communicator> take_thread(const Id& id, int rank, int device,
     group.options = options;
     group.comms = make_local_group(id.size, {options.deadline_s, options.exact_sums != 0}, device);
   }
-  if (group.options.deadline_s != options.deadline_s || group.options.device != options.device ||
+  const bool other_device =
+      id.transport == SHC_LOCAL_CUDA && group.options.device != options.device;
+  if (other_device || group.options.deadline_s != options.deadline_s ||
       (group.options.exact_sums != 0) != (options.exact_sums != 0)) {
     throw std::invalid_argument("options differ from those of the thread that came first");
   }

@@ -118,7 +118,7 @@ const char* shc_status_name(shc_status status) {
 }
 
 shc_status shc_last_error(shc_error* error) {
-  return guarded("shc_last_error", [&] {
+  try {
     shc_error result = SHC_ERROR_INIT;
     result.status = last_error.status;
     result.text = last_error.text;
@@ -128,7 +128,10 @@ shc_status shc_last_error(shc_error* error) {
     result.operation = last_error.operation;
     result.sequence = last_error.sequence;
     shardcomm::abi::fill("error", error, result);
-  });
+    return SHC_OK;
+  } catch (...) {  // it is not kept: the caller still has to read the error before
+    return SHC_INVALID_ARGUMENT;
+  }
 }
 
 const char* shc_last_error_text() { return last_error.text; }

@@ -1,6 +1,7 @@
 // Streams and events, in C.
 #include "shardcomm/stream.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "shardcomm.h"
+#include "stream/wait_check.h"
 
 using shardcomm::abi::checked;
 using shardcomm::abi::guarded;
@@ -60,8 +62,16 @@ shc_status shc_event_wait(const shc_event* event, double timeout_s) {
       waited->wait();
       return SHC_OK;
     }
-    const std::chrono::milliseconds timeout(static_cast<std::int64_t>(std::ceil(timeout_s * 1e3)));
-    return waited->wait_for(timeout) ? SHC_OK : SHC_NOT_READY;
+    using Milliseconds = std::chrono::milliseconds;
+    const Milliseconds timeout(static_cast<std::int64_t>(std::ceil(timeout_s * 1e3)));
+    const auto end = std::chrono::steady_clock::now() + timeout;
+    Milliseconds left = timeout;
+    while (!waited->wait_for(std::min(left, shardcomm::kWaitSlice))) {
+      left = std::chrono::ceil<Milliseconds>(end - std::chrono::steady_clock::now());
+      if (left <= Milliseconds::zero()) return SHC_NOT_READY;
+      shardcomm::check_wait();
+    }
+    return SHC_OK;
   });
 }
 

@@ -128,6 +128,7 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
     }
     channel.board.begin(call);
     const std::uint64_t handle = channel.board.call_of(0).handle;
+    channel.board.start_reading();  // rank 0 keeps what it made until all have opened it or failed
     try {
       window.mapping = provider_->open(handle, total);
     } catch (const UnreachableError&) {

@@ -68,6 +68,9 @@ class BoardCommunicator final : public Communicator {
   // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
   // CommError if they have posted several.
   bool have_one_window(int channel);
+  // The same of their `send`, the buffer of a broadcast. Throws CommError if this rank's lies in
+  // memory that they share, and another rank's elsewhere.
+  bool have_one_buffer(int channel);
   // As Board's.
   void require_one_place(int channel) { this->channel(channel).board.require_one_place(); }
   // Ends the group for a mismatch.
@@ -225,7 +228,8 @@ class BoardCommunicator final : public Communicator {
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) {
     if (bytes > 0 && dst != src) executor_->copy(dst, src, bytes, stream);
   }
-  void broadcast_few(Channel& channel, Call& call, void* buffer, std::size_t bytes);
+  void broadcast_few(Channel& channel, Call& call, bool shared, void* buffer, std::size_t bytes);
+  void require_buffer_of(Channel& channel, int rank, const Place& own);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
   void fill_others_shares(Channel& channel, const std::byte* chunk, DType dtype,

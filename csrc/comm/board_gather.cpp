@@ -134,8 +134,10 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
     call.root = root;
     call.count = count;
     call.send = windows_->find(buffer, bytes, "broadcast: buffer");
+    const Place own = call.send;
+    const bool shared = count > 0 && windows_->is_shared(own);
     if (bytes <= PostedCall::kElementBytes && executor_->on_host()) {
-      broadcast_few(channel, call, buffer, bytes);
+      broadcast_few(channel, call, shared, buffer, bytes);
       return took(channel, Op::broadcast, Path::inlined);
     }
     const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
@@ -147,10 +149,12 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       if (rank_ == root) copy_bytes(stage(channel, root), part(chunk), length(chunk));
     };
     const auto use = [&](std::int64_t chunk) {
-      if (rank_ != root) copy_bytes(part(chunk), stage(channel, root), length(chunk));
+      if (rank_ == root || shared) return;
+      copy_bytes(part(chunk), stage(channel, root), length(chunk));
     };
     begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), bytes,
                  stream, fill);
+    if (shared) require_buffer_of(channel, root, own);
     if (!all_filled_first(channel) && channel.board.call_of(root).send.reachable()) {
       channel.board.start_reading();
       const std::byte* source = peer(channel, &Call::send, root);
@@ -164,13 +168,37 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
 }
 
 // What lies beside the root's call. The root goes on at once.
-void BoardCommunicator::broadcast_few(Channel& channel, Call& call, void* buffer,
+void BoardCommunicator::broadcast_few(Channel& channel, Call& call, bool shared, void* buffer,
                                       std::size_t bytes) {
-  call.send = {};  // one cache line tells all that is left
+  const Place own = call.send;
+  if (!shared) call.send = {};  // one cache line tells all that is left
   std::byte* few = channel.board.elements(call.root);
   if (rank_ == call.root) copy(few, buffer, bytes, nullptr);
   channel.board.begin_from_root(call);
-  if (rank_ != call.root) copy(buffer, few, bytes, nullptr);
+  if (rank_ == call.root) return;
+  if (shared) return require_buffer_of(channel, call.root, own);
+  copy(buffer, few, bytes, nullptr);
+}
+
+bool BoardCommunicator::have_one_buffer(int index) {
+  Channel& channel = this->channel(index);
+  const Call& call = channel.board.call_of(rank_);
+  if (call.count == 0 || !windows(channel).is_shared(call.send)) return false;
+  for (int r = 0; r < size_; ++r) require_buffer_of(channel, r, call.send);
+  return true;
+}
+
+// A rank that copies into memory of all ranks after its last meeting may overwrite what others have
+// written there since. So none copies: where the buffer is the root's, the root's value is there.
+void BoardCommunicator::require_buffer_of(Channel& channel, int rank, const Place& own) {
+  const Call& call = channel.board.call_of(rank);
+  if (call.send == own) return;
+  group_.throw_mismatch("broadcast: buffer begins at byte " + std::to_string(own.offset) +
+                            " of communication memory that all ranks share on rank " +
+                            std::to_string(group_.number(rank_)) + ", and elsewhere on rank " +
+                            std::to_string(group_.number(rank)) +
+                            "; it must be one place for all, or memory that ranks do not share",
+                        call);
 }
 
 }  // namespace shardcomm

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "copy/aligned.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/parts.h"
 #include "shardcomm/reduce.h"
@@ -23,12 +24,15 @@ inline std::size_t bytes_of(std::int64_t count, DType dtype) {
   return static_cast<std::size_t>(count) * itemsize(dtype);
 }
 
+inline void check_count(const char* operation, std::int64_t count) {
+  if (count >= 0) return;
+  throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
+                              "; it must be at least 0");
+}
+
 inline void check_buffer(const char* operation, const char* name, const void* data,
                          std::int64_t count, DType dtype) {
-  if (count < 0) {
-    throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
-                                "; it must be at least 0");
-  }
+  check_count(operation, count);
   if (count > Parts::kMost) {
     throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
                                 "; it must be at most 2^60");
@@ -36,11 +40,8 @@ inline void check_buffer(const char* operation, const char* name, const void* da
   if (count > 0 && data == nullptr) {
     throw std::invalid_argument(std::string(operation) + ": " + name + " is null");
   }
-  if (count > 0 && reinterpret_cast<std::uintptr_t>(data) % itemsize(dtype) != 0) {
-    throw std::invalid_argument(std::string(operation) + ": " + name +
-                                " begins at an address that is no multiple of " +
-                                std::to_string(itemsize(dtype)) + ", the size of an element of " +
-                                shardcomm::name(dtype) + "; copy it to memory that is aligned");
+  if (count > 0 && !is_aligned(data, dtype)) {
+    refuse_misaligned(std::string(operation) + ": " + name, dtype);
   }
 }
 
@@ -53,6 +54,7 @@ inline void check_conversion(const char* operation, DType from, DType to) {
 
 inline bool overlap(const void* one, std::size_t one_bytes, const void* other,
                     std::size_t other_bytes) {
+  if (one_bytes == 0 || other_bytes == 0) return false;
   const auto a = reinterpret_cast<std::uintptr_t>(one);
   const auto b = reinterpret_cast<std::uintptr_t>(other);
   return a <= b ? b - a < one_bytes : a - b < other_bytes;
@@ -64,6 +66,7 @@ inline void check_parts(const char* operation, const Parts& parts, int size) {
                                 ": counts must have one entry for each of " + std::to_string(size) +
                                 " ranks");
   }
+  check_count(operation, parts.longest());  // before any sum of counts, which may overflow
   if (parts.equal() && parts.longest() > Parts::kMost / size) {
     throw std::invalid_argument(std::string(operation) + ": count is " +
                                 std::to_string(parts.longest()) + "; the " + std::to_string(size) +

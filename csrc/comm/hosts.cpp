@@ -326,9 +326,14 @@ void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
   call.send_dtype = call.recv_dtype = dtype;
   call.root = root;
   call.count = count;
+  const std::size_t bytes = bytes_of(count, dtype);
+  call.send = on_host_->place_of(buffer, bytes, "broadcast: buffer");
   perform(lane, call, {}, [&] {
+    // Into memory that all ranks of this host share each copies what it took across, before the
+    // last meeting. On the root's host it is the root's buffer.
+    const bool in_window = on_host_->have_one_buffer(lane.channel);
+    const int root_host = root / local_;
     greet(lane);
-    const std::size_t bytes = bytes_of(count, dtype);
     const std::size_t step = lane.block_bytes * static_cast<std::size_t>(local_);
     for (std::size_t chunk = 0; chunk * step < bytes; ++chunk) {
       std::byte* slot = lane.slot(static_cast<std::int64_t>(chunk));
@@ -340,13 +345,13 @@ void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
           std::min(length, lane.block_bytes * static_cast<std::size_t>(index()));
       const std::size_t own = std::min(lane.block_bytes, length - begin);
       if (own > 0) {
-        start_and_finish(
-            lane, [part = slot + begin, own, host = root / local_](Across& across, int channel) {
-              across.broadcast(channel, part, own, host);
-            });
+        start_and_finish(lane, [part = slot + begin, own, root_host](Across& across, int channel) {
+          across.broadcast(channel, part, own, root_host);
+        });
+        if (in_window && host_ != root_host) copy_bytes(place + begin, slot + begin, own);
       }
       on_host_->meet(lane.channel);
-      if (rank() != root) copy_bytes(place, slot, length);
+      if (!in_window && rank() != root) copy_bytes(place, slot, length);
     }
   });
 }

@@ -4,8 +4,14 @@
 #include <string>
 #include <utility>
 
+#include "copy/aligned.h"
+
 namespace shardcomm {
 namespace {
+
+void require_aligned(const char* operand, std::size_t number, const void* data, DType dtype) {
+  if (!is_aligned(data, dtype)) refuse_misaligned(operand + std::to_string(number), dtype);
+}
 
 void require_count(const char* operands, std::size_t given, std::int32_t wanted) {
   if (given != static_cast<std::size_t>(wanted)) {
@@ -31,9 +37,15 @@ void BoundCopy::set_operands(std::vector<const void*> sources, std::vector<void*
   require_count("sources", sources.size(), plan_->num_sources());
   require_count("destinations", destinations.size(), plan_->num_destinations());
   for (std::size_t i = 0; i < destinations.size(); ++i) {
-    if (destinations[i] == nullptr && plan_->dst_extents()[i] > 0) {
+    if (plan_->dst_extents()[i] == 0) continue;
+    if (destinations[i] == nullptr) {
       throw std::invalid_argument("destination " + std::to_string(i) + " is null");
     }
+    require_aligned("destination ", i, destinations[i], plan_->dst_dtype());
+  }
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    if (plan_->src_extents()[i] == 0) continue;
+    require_aligned("source ", i, sources[i], plan_->src_dtype());
   }
   sources_ = std::move(sources);
   destinations_ = std::move(destinations);

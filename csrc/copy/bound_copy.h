@@ -18,7 +18,8 @@ class BoundCopy {
 
   // Runs on the CPU with `threads` threads, or on the CUDA device `device`, where all the pointers
   // then have to be. A null source stands for zeros. Throws std::invalid_argument for a number of
-  // pointers that is not the plan's, a null destination, and threads < 1.
+  // pointers that is not the plan's, a null destination, a pointer that is not aligned to its
+  // elements, and threads < 1.
   BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
             std::vector<void*> destinations, int threads = 1, int device = kCpu);
 

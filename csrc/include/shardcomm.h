@@ -89,14 +89,17 @@ typedef struct shc_error {
 
 #define SHC_ERROR_INIT {sizeof(shc_error), SHC_VERSION, SHC_OK, "", "", -1, -1, "", 0}
 
-// Fills in `error`. It changes nothing else, and clears nothing.
+// Fills in `error`. It changes nothing else, and clears nothing. Where it refuses `error`
+// (SHC_INVALID_ARGUMENT), the thread's last error stays the one before.
 SHC_API shc_status shc_last_error(shc_error* error);
 // The sentence alone. Never NULL.
 SHC_API const char* shc_last_error_text(void);
 
 // What long waits of a thread's calls run about every 50 ms, for instance to see whether a signal
-// has come. Anything but 0 ends the wait: the call fails with SHC_INTERRUPTED, and as this rank
-// does not come any more, the group fails for the others. It may not call this library.
+// has come. Anything but 0 ends the wait: the call fails with SHC_INTERRUPTED. If it is a
+// collective, this rank does not come any more, and the group fails for the others. Other waits
+// harm nobody: shc_send and shc_recv cancel their message, and shc_request_wait, shc_wait_any and
+// shc_event_wait leave what they wait for under way. It may not call this library.
 typedef int (*shc_wait_check)(void* context);
 
 // Sets the calling thread's check. NULL: none, as at the start.
@@ -219,8 +222,8 @@ typedef struct shc_segment {
   int64_t cols;
 } shc_segment;
 
-// Compiles segments, once. SHC_F32, SHC_BF16 and SHC_F16 convert to one another, and other dtypes
-// are copied as they are.
+// Compiles segments, once. Destinations of different segments must not overlap. SHC_F32, SHC_BF16
+// and SHC_F16 convert to one another, and other dtypes are copied as they are.
 SHC_API shc_status shc_copy_plan_create(const shc_segment* segments, size_t count,
                                         shc_dtype src_dtype, shc_dtype dst_dtype,
                                         shc_copy_plan** plan);
@@ -246,7 +249,8 @@ typedef struct shc_copy_options {
 #define SHC_HOST (-1)
 
 // Binds a plan to its pointers, one for each source and each destination. A NULL source stands for
-// zeros. `device`: SHC_HOST, where `threads` threads copy, or the CUDA device that has the memory.
+// zeros; every other one is a multiple of its elements' size. `device`: SHC_HOST, where `threads`
+// threads copy, or the CUDA device that has the memory.
 SHC_API shc_status shc_copy_bind(const shc_copy_plan* plan, const void* const* sources,
                                  void* const* destinations, int threads, int device,
                                  shc_copy** copy);
@@ -402,7 +406,8 @@ typedef struct shc_across {
 SHC_API shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
                                        int host, int hosts);
 
-// Leaves the group, once no collective, operation or memory refers to it any more.
+// Leaves the group, once no collective, operation, memory or request refers to it any more. Destroy
+// requests before, also those that have ended: until this rank leaves, the others wait for it.
 SHC_API void shc_comm_destroy(shc_comm* comm);
 
 SHC_API shc_status shc_comm_rank(const shc_comm* comm, int* rank);
@@ -517,7 +522,9 @@ SHC_API shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtyp
 // In place, the same bits on every rank.
 SHC_API shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
                                   shc_op op, int64_t tag, shc_stream* stream);
-// `buffer` of `root`, `count` elements, goes to `buffer` of every rank.
+// `buffer` of `root`, `count` elements, goes to `buffer` of every rank. In memory for SHC_GATHER,
+// which all ranks of a host share, it is one place for all of them, and the root's host has the
+// value there as soon as the root writes it.
 SHC_API shc_status shc_broadcast(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
                                  int root, shc_stream* stream);
 SHC_API shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream);

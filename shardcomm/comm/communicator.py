@@ -502,7 +502,8 @@ class Communicator(ABC):
         """Copies `buffer` of rank `root` to `buffer` of all ranks.
 
         Args:
-            buffer: What is sent or received, of equal size and dtype on all ranks. It may have any dtype.
+            buffer: What is sent or received, of equal size and dtype on all ranks. It may have any dtype. In memory of
+                `allocate(use="gather")` it must be one place for all ranks of a host.
             root: The rank that sends.
             stream: As in `all_gather`.
 

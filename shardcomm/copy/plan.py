@@ -305,8 +305,9 @@ class CopyPlan:
 
         Raises:
             TypeError: An operand has another dtype or device, or is no dense tensor or array.
-            ValueError: An operand is not contiguous or too small, there is a wrong number of them, `threads` is less
-                than 1, or `scale` or `accumulate` is given for dtypes without conversion.
+            ValueError: An operand is not contiguous, is too small, or begins at an address that is no multiple of its
+                element's size; there is a wrong number of them; `threads` is less than 1; or `scale` or `accumulate`
+                is given for dtypes without conversion.
         """
         scale = checked_scale("CopyPlan.run", scale)
         check_flag("CopyPlan.run", "accumulate", accumulate)

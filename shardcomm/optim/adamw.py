@@ -28,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardcomm.parameter.optimizer_steps import without_compiler
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # the last one under `amsgrad`
 
 
 class AdamW(torch.optim.AdamW):
@@ -39,7 +39,8 @@ class AdamW(torch.optim.AdamW):
     ends, where a parameter has no gradient, where step counts differ (because one was skipped before), and at gaps for
     alignment. There are no gaps between parameters of a multiple of 128 bytes.
 
-    To replace a parameter's state, call `load_state_dict`, or write into the tensors that are there.
+    To replace a parameter's state, call `load_state_dict`, put other tensors there, or write into those that are there.
+    A step that is written through `.data` is not noticed.
 
     Args:
         params: Parameters, or dicts of parameter groups.
@@ -116,7 +117,7 @@ class AdamW(torch.optim.AdamW):
             grads = [param.grad for param in params]
             where = _where(params, grads)
             plan = self._plans.get(index)
-            if plan is None or plan.where != where or not self._has_state_of(plan, params):
+            if plan is None or plan.where != where or not self._has_state(plan, group, params):
                 plan = self._plans[index] = self._plan(group, params, grads, where)
             beta1, beta2 = group["betas"]
             adamw(
@@ -137,17 +138,23 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=group["maximize"],
             )
-            for step, others in zip(plan.steps, plan.other_steps, strict=True):
-                others.copy_(step)
+            for counted in plan.counted:
+                counted[1:].copy_(counted[0])
+            plan.versions = [_version(counted) for counted in plan.counted]
         return loss
 
-    def _has_state_of(self, plan: _Plan, params: Sequence[torch.Tensor]) -> bool:
-        """Whether the moments of `params` are those of the plan, and nobody has dropped or replaced them since."""
+    def _has_state(
+        self, plan: _Plan, group: dict[str, Any], params: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the state of `params` is the plan's: nobody has replaced a tensor of it, or written a step, since."""
         states = [self.state.get(param, {}) for param in params]
-        names = MOMENTS[: len(plan.held)]
-        return all(
-            all(map(is_, (state.get(name) for state in states), held))
-            for name, held in zip(names, plan.held, strict=True)
+        return (
+            list(plan.held) == _names(group)
+            and all(
+                all(map(is_, (state.get(name) for state in states), held))
+                for name, held in plan.held.items()
+            )
+            and plan.versions == [_version(counted) for counted in plan.counted]
         )
 
     def _plan(
@@ -159,7 +166,7 @@ class AdamW(torch.optim.AdamW):
     ) -> _Plan:
         """Finds the runs, and makes the state of each run one tensor."""
         plan = _Plan(where)
-        names = MOMENTS if group["amsgrad"] else MOMENTS[:2]
+        names = _names(group)
         steps = [float(self.state[param].get("step", 0)) for param in params]
         for param in params:
             if not _dense(param):
@@ -173,12 +180,12 @@ class AdamW(torch.optim.AdamW):
             plan.params.append(_flat(members))
             counted = members[0].new_full((len(run),), steps[run[0]], dtype=torch.float32)
             plan.steps.append(counted[0])
-            plan.other_steps.append(counted[1:])
+            plan.counted.append(counted)
             for param, step in zip(members, counted, strict=True):
                 self.state[param]["step"] = step
-            for name, moments in zip(names, plan.moments, strict=False):
+            for name, moments in zip(names[1:], plan.moments, strict=False):
                 moments.append(self._flat_state(members, name))
-        plan.held = [[self.state[param][name] for param in params] for name in names]
+        plan.held = {name: [self.state[param][name] for param in params] for name in names}
         return plan
 
     def _flat_state(self, params: Sequence[torch.Tensor], name: str) -> torch.Tensor:
@@ -213,9 +220,21 @@ class _Plan:
     params: list[torch.Tensor] = field(default_factory=list)
     moments: list[list[torch.Tensor]] = field(default_factory=lambda: [[], [], []])
     steps: list[torch.Tensor] = field(default_factory=list)
-    other_steps: list[torch.Tensor] = field(default_factory=list)
-    held: list[list[torch.Tensor]] = field(default_factory=list)
-    """The moments of each parameter as they are in `state`; for each kind of moment a list."""
+    counted: list[torch.Tensor] = field(default_factory=list)
+    """The steps of all parameters of a run. They are views of it, and so a write to one changes its version."""
+    versions: list[int] = field(default_factory=list)
+    held: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """What each parameter has in `state`, by its name there."""
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    """What the group's parameters have in `state`."""
+    return ["step", *(MOMENTS if group["amsgrad"] else MOMENTS[:2])]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to; it is not known of one that was made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _where(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[object]:

@@ -30,7 +30,12 @@ static void the_last_error_is_the_threads_own(void) {
   ok(shc_last_error(&error));
   require(error.status == SHC_INVALID_ARGUMENT && error.rank == -1, "it is kept here");
   require(strcmp(error.kind, "") == 0 && strcmp(error.operation, "") == 0, "and is no rank's");
-  refused(shc_last_error(NULL), SHC_INVALID_ARGUMENT, "error is NULL");
+  shc_error no_struct;
+  memset(&no_struct, 0, sizeof(no_struct));
+  require(shc_last_error(NULL) == SHC_INVALID_ARGUMENT, "NULL is refused");
+  require(shc_last_error(&no_struct) == SHC_INVALID_ARGUMENT, "so is what lacks its INIT");
+  ok(shc_last_error(&error));
+  require(strcmp(error.text, "shc_comm_rank: comm is NULL") == 0, "the error is still that one");
 }
 
 static void structs_begin_with_init(shc_comm* comm) {
@@ -102,6 +107,14 @@ static void operands_fit(shc_comm* comm) {
   refused(shc_reduce_scatter(comm, numbers, SHC_F32, numbers + 2, SHC_F32, INT64_C(1) << 60,
                              SHC_SUM, NULL, NULL),
           SHC_INVALID_ARGUMENT, "the 2 ranks together must have at most 2^60 elements");
+  const int64_t least[] = {INT64_MIN, INT64_MIN / 2 - 1, -1};
+  for (int i = 0; i < 3; ++i) {  // a sum of two would overflow
+    refused(shc_all_gather(comm, numbers, SHC_F32, numbers + 2, SHC_F32, least[i], NULL, NULL),
+            SHC_INVALID_ARGUMENT, "it must be at least 0");
+    refused(shc_reduce_scatter(comm, numbers, SHC_F32, numbers + 2, SHC_F32, least[i], SHC_SUM,
+                               NULL, NULL),
+            SHC_INVALID_ARGUMENT, "it must be at least 0");
+  }
   refused(shc_all_reduce(comm, numbers, SHC_F32, INT64_C(1) << 62, SHC_SUM, 0, NULL),
           SHC_INVALID_ARGUMENT, "count is 4611686018427387904; it must be at most 2^60");
   refused(shc_broadcast(comm, numbers, SHC_F32, INT64_C(1) << 61, 0, NULL), SHC_INVALID_ARGUMENT,
@@ -127,6 +140,50 @@ static void operands_fit(shc_comm* comm) {
   refused(shc_all_reduce(comm, data, SHC_F32, 1, SHC_SUM, 0, NULL), SHC_INVALID_ARGUMENT,
           "shc_all_reduce: buffer is in communication memory that all ranks share");
   shc_memory_destroy(memory);
+}
+
+// Rank 1 has no elements, and gives an address within what it receives.
+static void nothing_overlaps_nothing(shc_comm* comm) {
+  float all[8];
+  float own[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+  const int64_t counts[2] = {8, 0};
+  const int rank = rank_of(comm);
+  shc_gather_options gather = SHC_GATHER_OPTIONS_INIT;
+  gather.counts = counts;
+  ok(shc_all_gather(comm, rank == 0 ? own : all + 4, SHC_F32, all, SHC_F32, counts[rank], &gather,
+                    NULL));
+  require(memcmp(all, own, sizeof(all)) == 0, "it receives what the other has");
+  shc_reduce_options reduce = SHC_REDUCE_OPTIONS_INIT;
+  reduce.counts = counts;
+  float sum[8];
+  ok(shc_reduce_scatter(comm, own, SHC_F32, rank == 0 ? sum : own + 4, SHC_F32, counts[rank],
+                        SHC_SUM, &reduce, NULL));
+  require(rank == 1 || sum[7] == 16, "and sends its part");
+}
+
+struct rank_of_id {
+  const shc_unique_id* id;
+  int rank;
+};
+
+static void* names_its_rank_as_device(void* given) {
+  const struct rank_of_id* own = given;
+  shc_comm_options options = SHC_COMM_OPTIONS_INIT;
+  options.device = own->rank;
+  shc_comm* comm = NULL;
+  ok(shc_comm_init_rank(&comm, 2, own->id, own->rank, &options));
+  shc_comm_destroy(comm);
+  return NULL;
+}
+
+static void the_host_has_no_devices(void) {
+  shc_unique_id id;
+  ok(shc_get_unique_id(SHC_LOCAL, 2, &id));
+  struct rank_of_id ranks[2] = {{&id, 0}, {&id, 1}};
+  pthread_t other;
+  require(pthread_create(&other, NULL, names_its_rank_as_device, &ranks[1]) == 0, "a thread");
+  names_its_rank_as_device(&ranks[0]);
+  pthread_join(other, NULL);
 }
 
 static void ids_are_checked(void) {
@@ -183,9 +240,11 @@ int main(void) {
   numbers_have_names();
   the_last_error_is_the_threads_own();
   ids_are_checked();
+  the_host_has_no_devices();
   events_wait_as_long_as_they_are_told();
   on_threads(2, structs_begin_with_init);
   on_threads(2, handles_are_what_they_are);
   on_processes(2, operands_fit);
+  on_processes(2, nothing_overlaps_nothing);
   return 0;
 }

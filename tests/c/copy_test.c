@@ -125,9 +125,34 @@ static void refuse_what_does_not_fit(void) {
   shc_copy_plan_destroy(plan);
 }
 
+static void refuse_what_is_not_aligned(void) {
+  const shc_segment whole = {0, 0, 0, 4, 0, 4, 1, 4};
+  shc_copy_plan* plan = NULL;
+  shc_copy* copy = NULL;
+  ok(shc_copy_plan_create(&whole, 1, SHC_F32, SHC_BF16, &plan));
+  float numbers[5] = {0};
+  uint16_t result[5];
+  const void* sources[] = {numbers};
+  void* destinations[] = {(char*)result + 1};
+  refused(shc_copy_bind(plan, sources, destinations, 1, SHC_HOST, &copy), SHC_INVALID_ARGUMENT,
+          "shc_copy_bind: destination 0 begins at an address that is no multiple of 2, the size of "
+          "an element of bf16");
+  sources[0] = (char*)numbers + 2;
+  destinations[0] = result;
+  refused(shc_copy_bind(plan, sources, destinations, 1, SHC_HOST, &copy), SHC_INVALID_ARGUMENT,
+          "source 0 begins at an address that is no multiple of 4, the size of an element of f32; "
+          "copy it to memory that is aligned");
+  require(copy == NULL, "no handle where there is an error");
+  sources[0] = NULL;
+  ok(shc_copy_bind(plan, sources, destinations, 1, SHC_HOST, &copy));
+  shc_copy_destroy(copy);
+  shc_copy_plan_destroy(plan);
+}
+
 int main(void) {
   copy_rectangles();
   convert_and_look();
   refuse_what_does_not_fit();
+  refuse_what_is_not_aligned();
   return 0;
 }

@@ -105,9 +105,38 @@ static void a_process_that_makes_ids_for_others_keeps_no_old_groups(void) {
   require(open_files() == before, "old groups have gone");
 }
 
+static void* names_groups(void* is_over) {
+  shc_unique_id id;
+  while (!__atomic_load_n((int*)is_over, __ATOMIC_RELAXED)) {
+    ok(shc_get_unique_id(SHC_LOCAL, 1, &id));
+  }
+  return NULL;
+}
+
+// Also while another thread of the parent's is naming a group.
+static void a_forked_child_may_name_a_group(void) {
+  int is_over = 0;
+  pthread_t thread;
+  require(pthread_create(&thread, NULL, names_groups, &is_over) == 0, "a thread");
+  for (int i = 0; i < 300; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      shc_unique_id id;
+      ok(shc_get_unique_id(SHC_LOCAL, 1, &id));
+      _exit(0);
+    }
+    int status = 0;
+    require(waitpid(child, &status, 0) == child && status == 0, "a child names a group, too");
+  }
+  __atomic_store_n(&is_over, 1, __ATOMIC_RELAXED);
+  pthread_join(thread, NULL);
+}
+
 int main(void) {
   a_process_that_makes_ids_for_others_keeps_no_old_groups();
   a_process_that_ends_may_call();
+  a_forked_child_may_name_a_group();
   a_cancelled_thread_ends_after_its_call();
   a_thread_that_ends_may_call();
   return 0;

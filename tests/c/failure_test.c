@@ -75,6 +75,30 @@ static void a_wait_check_ends_a_wait(shc_comm* comm) {
   require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
 }
 
+static void a_wait_check_ends_a_wait_for_an_event(shc_comm* comm) {
+  char token = 0;
+  if (rank_of(comm) == 1) {
+    ok(shc_recv(comm, &token, 1, 0, 0, NULL));
+    ok(shc_barrier(comm, 0, NULL));
+    return;
+  }
+  int looks = 0;
+  shc_stream* stream = NULL;
+  shc_event* end = NULL;
+  ok(shc_stream_create_thread(&stream));
+  ok(shc_barrier(comm, 0, stream));
+  ok(shc_stream_record(stream, &end));
+  ok(shc_set_wait_check(at_the_third_look, &looks));
+  refused(shc_event_wait(end, 20), SHC_INTERRUPTED, "shc_event_wait: the thread's wait check");
+  require(looks == 3, "it was asked until it ended the wait");
+  ok(shc_set_wait_check(NULL, NULL));
+  require(shc_event_wait(end, 0.12) == SHC_NOT_READY, "it has not fired");
+  ok(shc_send(comm, &token, 1, 1, 0));
+  ok(shc_event_wait(end, 60));
+  shc_event_destroy(end);
+  shc_stream_destroy(stream);
+}
+
 static void a_thread_has_a_deadline_of_its_own(shc_comm* comm) {
   double deadline_s = -1;
   refused(shc_set_deadline(-1), SHC_INVALID_ARGUMENT, "deadline_s is -1");
@@ -188,6 +212,8 @@ int main(void) {
   on_threads(3, one_gives_up);
   on_processes(2, a_wait_check_ends_a_wait);
   on_threads(2, a_wait_check_ends_a_wait);
+  on_processes(2, a_wait_check_ends_a_wait_for_an_event);
+  on_threads(2, a_wait_check_ends_a_wait_for_an_event);
   on_processes(2, a_thread_has_a_deadline_of_its_own);
   on_processes(2, a_message_keeps_to_the_threads_deadline);
   on_threads(2, they_call_different_things);

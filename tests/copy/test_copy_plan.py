@@ -311,6 +311,22 @@ def test_plans_are_values_and_bound_copies_are_not(copied: Callable[[Any], Any])
         copied(plan.bind([None, None, None], [flat]))
 
 
+def test_operands_that_are_not_aligned_to_their_elements_are_refused() -> None:
+    # So many elements that the core would write past the caches, which needs aligned memory.
+    numel = 1 << 21
+    plan = CopyPlan([Segment(0, 0, 0, numel, 0, numel, 1, numel)], torch.float32, torch.float32)
+    whole = torch.zeros(numel)
+    shifted = torch.frombuffer(bytearray(4 * numel + 2), dtype=torch.float32, offset=2, count=numel)
+    sentence = "0 begins at an address that is no multiple of 4, the size of an element of f32"
+    with pytest.raises(ValueError, match=f"destination {sentence}"):
+        plan.run([whole], [shifted])
+    with pytest.raises(ValueError, match=f"source {sentence}"):
+        plan.run([shifted], [whole])
+    bound = plan.bind([None], [whole])
+    with pytest.raises(ValueError, match=f"source {sentence}"):
+        bound.set_sources([shifted])
+
+
 def test_wrong_operands_are_refused() -> None:
     plan = CopyPlan.pack([4, 2], [0, 4], torch.float32, torch.bfloat16)
     a, b, flat = torch.ones(4), torch.ones(2), torch.ones(6, dtype=torch.bfloat16)

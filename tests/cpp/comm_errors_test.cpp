@@ -6,14 +6,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "comm/board_communicator.h"
+#include "comm/executor.h"
+#include "comm/windows.h"
 #include "ranks.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
@@ -263,6 +268,70 @@ void a_buffer_that_leaves_its_window_is_refused(Communicator& comm) {
   comm.barrier();
 }
 
+// Each would write there when others have gone on.
+void a_broadcast_to_several_places_of_one_window_is_refused(Communicator& comm,
+                                                            std::int64_t count) {
+  const auto size = static_cast<std::size_t>(comm.size());
+  const auto window =
+      comm.allocate(sizeof(float) * static_cast<std::size_t>(count) * size, Use::gather);
+  float* own = static_cast<float*>(window->data()) + comm.rank() * count;
+  const CommError error = error_of([&] {
+    comm.broadcast(own, DType::f32, count, 0);
+    comm.barrier();  // a root may have gone on before the others came
+  });
+  require(
+      std::string(error.what()).find(" of communication memory that all ranks share on rank ") !=
+          std::string::npos,
+      error.what());
+  require(std::string(error.fault().kind) == "mismatch", "of that kind");
+}
+
+// Memory of one process, which rank 0 lets others open until it leaves the allocation.
+class LentMemory final : public shardcomm::WindowProvider {
+ public:
+  struct Loan {
+    std::atomic<bool> is_being_opened{false};
+    std::atomic<bool> has_ended{false};
+  };
+  explicit LentMemory(Loan& loan) : loan_(loan) {}
+
+  std::shared_ptr<void> create(std::size_t, std::uint64_t*) override {
+    return {&loan_, [](Loan* loan) { loan->has_ended = true; }};
+  }
+  std::shared_ptr<shardcomm::Mapping> open(std::uint64_t, std::size_t bytes) override {
+    if (!loan_.is_being_opened.exchange(true)) {  // the first of the ranks is slow
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      require(!loan_.has_ended, "rank 0 keeps what another rank opens");
+    }
+    return shardcomm::Mapping::anonymous(bytes);
+  }
+  bool shares_addresses() const override { return true; }
+
+ private:
+  Loan& loan_;
+};
+
+void what_is_opened_outlives_an_allocation_that_fails() {
+  LentMemory::Loan loan;
+  const auto control = shardcomm::Mapping::anonymous(shardcomm::ControlMemory::bytes(2));
+  std::vector<std::shared_ptr<shardcomm::BoardCommunicator>> group;
+  for (int rank = 0; rank < 2; ++rank) {
+    group.push_back(std::make_shared<shardcomm::BoardCommunicator>(
+        "lent", rank, 2, shardcomm::CommOptions{kLongS}, control,
+        std::make_unique<LentMemory>(loan), shardcomm::make_host_executor(),
+        [](int) { return false; }));
+  }
+  std::vector<std::thread> threads;
+  for (const auto& comm : group) {
+    threads.emplace_back([&comm] {
+      require_error([&comm] { comm->allocate(4096, Use::gather); }, {"rank 0", "enough"});
+    });
+  }
+  while (!loan.is_being_opened) std::this_thread::yield();
+  group[0]->abort("enough");
+  for (std::thread& thread : threads) thread.join();
+}
+
 void allocations_that_no_address_space_holds_are_refused() {
   const auto group = shardcomm::make_local_group(16);
   for (const std::size_t bytes : {SIZE_MAX, SIZE_MAX / 16, std::size_t{1} << 60}) {
@@ -320,6 +389,11 @@ void operands_outlive_their_readers_after_an_error(Communicator& comm) {
 int main() {
   alarm(120);                                       // a hang is a failure
   on_processes(3, counts_that_differ_are_refused);  // before there are threads
+  for (const std::int64_t count : {8, 1000, 300'000}) {
+    on_processes(3, [count](Communicator& comm) {
+      a_broadcast_to_several_places_of_one_window_is_refused(comm, count);
+    });
+  }
   on_threads(3, counts_that_differ_are_refused);
   on_threads(3, a_failure_reaches_all);
   for (int i = 0; i < 5; ++i) on_threads(3, an_abort_ends_what_is_under_way);
@@ -333,6 +407,12 @@ int main() {
   what_was_closed_is_not_used();
   who_calls_after_a_failure_hears_of_that();
   on_threads(2, a_buffer_that_leaves_its_window_is_refused);
+  for (const std::int64_t count : {8, 1000, 300'000}) {
+    on_threads(3, [count](Communicator& comm) {
+      a_broadcast_to_several_places_of_one_window_is_refused(comm, count);
+    });
+  }
+  what_is_opened_outlives_an_allocation_that_fails();
   allocations_that_no_address_space_holds_are_refused();
   for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
   std::puts("ok");

@@ -215,6 +215,35 @@ void windows_come_and_go_beside_reduces(Communicator& comm) {
   require(sum[63] == 1.0f, "reduced while windows came and went");
 }
 
+// A rank that copied there would do so after its last meeting, when others may have gone on. So few
+// elements that they go beside the call, so few that they go inline, and many.
+void a_broadcast_writes_nothing_to_memory_of_all(Communicator& comm) {
+  for (const std::int64_t count : {8, 1000, 300'000}) {
+    const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(count);
+    const auto window = comm.allocate(bytes, Use::gather);
+    auto* values = static_cast<float*>(window->data());
+    for (int root = 0; root < comm.size(); ++root) {
+      if (comm.rank() == root) std::fill_n(values, count, static_cast<float>(count + root));
+      comm.barrier();
+      {
+        const WriteProtected by_this_rank(values, bytes);
+        comm.broadcast(values, DType::f32, count, root);
+        const auto value = static_cast<float>(count + root);
+        require(values[0] == value && values[count - 1] == value, "the root's value is there");
+        comm.barrier();
+      }
+      comm.barrier();
+    }
+    // From there to memory of a rank's own.
+    if (comm.rank() == 1) std::fill_n(values, count, 7.0f);
+    std::vector<float> own(static_cast<std::size_t>(count));
+    float* buffer = comm.rank() == 1 ? values : own.data();
+    comm.broadcast(buffer, DType::f32, count, 1);
+    require(buffer[0] == 7.0f && buffer[count - 1] == 7.0f, "and from there elsewhere");
+    comm.barrier();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -226,6 +255,7 @@ int main() {
   on_processes(3, uneven_parts);
   on_processes(3, windows_are_gathered_in_place);
   on_processes(3, operands_of_several_kinds);
+  on_processes(3, a_broadcast_writes_nothing_to_memory_of_all);
   on_processes(2, gathers_and_reduces_at_once);
   on_threads(1, collectives);
   on_threads(2, collectives);
@@ -238,6 +268,7 @@ int main() {
   on_threads(2, receipts_tell_what_was_taken);
   on_threads(2, windows_are_gathered_in_place);
   on_threads(3, operands_of_several_kinds);
+  on_threads(3, a_broadcast_writes_nothing_to_memory_of_all);
   std::puts("ok");
   return 0;
 }

@@ -12,6 +12,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -226,6 +227,39 @@ void broadcasts(Communicator& comm, std::uint64_t key, std::int64_t count) {
   }
 }
 
+// Nobody writes to the root's buffer in its host's window, and the others' windows get it before
+// any of their ranks goes on.
+void windows_are_broadcast(Communicator& comm, int local, std::int64_t count) {
+  const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(count);
+  const auto window = comm.allocate(bytes, Use::gather);
+  auto* buffer = static_cast<float*>(window->data());
+  for (int root = 0; root < comm.size(); ++root) {
+    const auto value = static_cast<float>(100 + root);
+    if (comm.rank() == root) std::fill_n(buffer, count, value);
+    comm.barrier();
+    const bool with_root = comm.rank() / local == root / local;
+    std::optional<ranks::WriteProtected> here;
+    if (with_root) here.emplace(buffer, bytes);
+    comm.broadcast(buffer, DType::f32, count, root);
+    require(std::count(buffer, buffer + count, value) == count, "a window has what the root had");
+    comm.barrier();
+    here.reset();
+    comm.barrier();
+  }
+}
+
+void places_in_a_window_must_be_one() {
+  on_hosts(2, 2, [&](Communicator& comm) {
+    const auto window = comm.allocate(sizeof(float) * 8, Use::gather);
+    float* own = static_cast<float*>(window->data()) + comm.rank();
+    const CommError error = error_of([&] { comm.broadcast(own, DType::f32, 1, 0); });
+    const std::string text = error.what();
+    require(text.find("it must be one place for all") != std::string::npos ||
+                text.find("has left") != std::string::npos,
+            text);
+  });
+}
+
 void everything(int hosts, int local, std::uint64_t key) {
   const bool is_tree = (local & (local - 1)) == 0;
   on_hosts(hosts, local, [&](Communicator& comm) {
@@ -364,6 +398,10 @@ int main(int argc, char** argv) {
   everything(3, 2, seed);
   everything(2, 4, seed);
   everything(2, 3, seed);
+  for (const std::int64_t count : {1, 1000, 5'000'000}) {
+    on_hosts(2, 2, [count](Communicator& comm) { windows_are_broadcast(comm, 2, count); });
+  }
+  places_in_a_window_must_be_one();
   different_calls_end_on_all_ranks();
   ranks_are_called_by_their_numbers_of_all_hosts();
   hosts_that_do_not_come_are_late();

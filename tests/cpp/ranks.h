@@ -2,6 +2,7 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -102,6 +103,20 @@ inline void until_dead(const Communicator& comm, int rank) {
   require(poll(&end, 1, 60'000) == 1, "the process ends");
   close(fd);
 }
+
+// While alive, whoever writes to the pages of `data` crashes.
+class WriteProtected {
+ public:
+  WriteProtected(void* data, std::size_t bytes) : data_(data), bytes_(bytes) { set(PROT_READ); }
+  ~WriteProtected() { set(PROT_READ | PROT_WRITE); }
+  WriteProtected(const WriteProtected&) = delete;
+  WriteProtected& operator=(const WriteProtected&) = delete;
+
+ private:
+  void set(int access) const { require(mprotect(data_, bytes_, access) == 0, "it is pages"); }
+  void* data_;
+  std::size_t bytes_;
+};
 
 inline CommError error_of(const std::function<void()>& call) {
   try {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardcomm import AdamW, Communicator, GradScaler, fully_shard
 from support import interpreters
 from support.thread_ranks import run_threads
+
+Change = Callable[[torch.optim.Optimizer, Sequence[nn.Parameter]], None]
 
 LANES = (
     32  # elements that fill whole vector registers, so that nothing depends on where a run begins
@@ -373,23 +375,89 @@ def test_state_that_is_loaded_between_steps_counts_from_the_next_one() -> None:
     assert_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("drop", ["all", "of one", "replaced"])
-def test_state_that_is_dropped_between_steps_begins_anew(drop: str) -> None:
-    mine = flat_parameters([(4, 8), (8,), (3, 8)], torch.float32)
+def drop_all(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def drop_one(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    del optimizer.state[params[1]]
+
+
+def replace_a_moment(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros_like(params[1])
+
+
+def replace_a_step(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    optimizer.state[params[1]]["step"] = torch.tensor(100.0)
+
+
+def zero_one(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    for tensor in optimizer.state[params[1]].values():
+        tensor.zero_()
+
+
+def write_the_step_of_the_first(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+) -> None:
+    optimizer.state[params[0]]["step"].fill_(100)
+
+
+def switch_amsgrad_off(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["amsgrad"] = False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        drop_all,
+        drop_one,
+        replace_a_moment,
+        replace_a_step,
+        zero_one,
+        write_the_step_of_the_first,
+        switch_amsgrad_off,
+    ],
+)
+def test_what_is_changed_between_steps_counts_from_the_next_one(change: Change) -> None:
+    mine = flat_parameters([(LANES,), (2, LANES), (LANES,)], torch.float32)
     theirs = apart(mine)
-    optimizers = [AdamW(mine), fused(theirs)]
+    amsgrad = change is switch_amsgrad_off
+    optimizers = [AdamW(mine, amsgrad=amsgrad), fused(theirs, amsgrad=amsgrad)]
     for step in range(4):
         for i, param in enumerate(mine):
-            param.grad = torch.full_like(param, 1.0 + i + step)
+            assert param.grad is not None
+            param.grad.fill_(1.0 + i + step)  # where it was: all of them are one run
         copy_gradients(mine, theirs)
         for optimizer, params in zip(optimizers, (mine, theirs), strict=True):
             optimizer.step()
-            if step == 1 and drop == "all":
-                optimizer.state.clear()
-            elif step == 1 and drop == "of one":
-                del optimizer.state[params[1]]
-            elif step == 1:
-                state = optimizer.state[params[1]]
-                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+            if step == 1:
+                change(optimizer, params)
         for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b)
+            assert torch.equal(a, b)
+    for a, b in zip(mine, theirs, strict=True):
+        for name, value in optimizers[1].state[b].items():
+            assert torch.equal(optimizers[0].state[a][name], value), name
+
+
+def test_amsgrad_that_is_switched_on_has_seen_nothing_before() -> None:
+    params = flat_parameters([(4, 8), (8,)], torch.float32)
+    optimizer = AdamW(params)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.step()
+    for param in params:
+        state = optimizer.state[param]
+        assert torch.equal(
+            state["max_exp_avg_sq"], state["exp_avg_sq"]
+        )  # the gradients are the same
+
+
+def test_steps_in_inference_mode_are_torchs() -> None:
+    mine = flat_parameters([(LANES,), (2 * LANES,)], torch.float32)
+    theirs = apart(mine)
+    optimizers = [AdamW(mine), fused(theirs)]
+    with torch.inference_mode():
+        for optimizer in optimizers:
+            for _ in range(3):
+                optimizer.step()
+    assert_equal(*optimizers)
