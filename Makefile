@@ -20,7 +20,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/
   'csrc/*.hpp' 'tests/c/*.c' 'tests/c/*.cpp' 'tests/c/*.h' 'examples/cpp/*.cpp' 'examples/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures torch-tests sanitize sanitize-address sanitize-thread arm faults model fuzz clean
+.PHONY: help setup demo test test-fast wheel wheel-tests docs docs-serve mutants lint bench figures torch-tests sanitize sanitize-address sanitize-thread arm faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
@@ -30,6 +30,7 @@ help:
 	@echo "make docs      build the documentation into build/docs; a broken link or reference fails"
 	@echo "make docs-serve  show it at http://127.0.0.1:8000 while you write"
 	@echo "make wheel     build a wheel for other machines, and a source distribution, into dist"
+	@echo "make wheel-tests  build them, and run the fast tests where there is no compiler and no source"
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu-day.md)"
 	@echo "make figures   the same, kept in bench/results, and the tables of README and docs from it"
@@ -59,6 +60,9 @@ wheel: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation --sdist --wheel --outdir build/wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
+
+wheel-tests: setup
+	MAKEFLAGS= .ci/wheel
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

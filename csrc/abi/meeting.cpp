@@ -93,6 +93,10 @@ Begun::Begun() {
   at_fork([] { begun().mutex.lock(); }, unlock, unlock);
 }
 
+// Made as the library is loaded: a child that was forked while a thread makes it would wait for
+// that thread for ever.
+const bool begun_is_made = (begun(), true);
+
 bool is_of_threads(int transport) { return transport == SHC_LOCAL || transport == SHC_LOCAL_CUDA; }
 
 std::shared_ptr<Communicator> take_thread(const Id& id, int rank, int device,

@@ -329,8 +329,8 @@ void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
   const std::size_t bytes = bytes_of(count, dtype);
   call.send = on_host_->place_of(buffer, bytes, "broadcast: buffer");
   perform(lane, call, {}, [&] {
-    // Into memory that all ranks of this host share each copies what it took across, before the
-    // last meeting. On the root's host it is the root's buffer.
+    // Into memory that all ranks of this host share, each writes the part that it took across,
+    // before the last meeting. On the root's host, where it is the root's buffer, nobody writes.
     const bool in_window = on_host_->have_one_buffer(lane.channel);
     const int root_host = root / local_;
     greet(lane);

@@ -198,8 +198,9 @@ SHC_API shc_status shc_stream_wait(shc_stream* stream, const shc_event* event);
 // SHC_OK: it has fired. SHC_NOT_READY: it has not. It never blocks, and tells no failure.
 SHC_API shc_status shc_event_query(const shc_event* event);
 // Waits until the event has fired, at most `timeout_s` seconds (negative: without end). SHC_OK: the
-// operations before it have ended well. SHC_NOT_READY: it has not fired in time. Anything else is
-// the failure of an operation on a thread stream; the operations after that were dropped.
+// operations before it have ended well. SHC_NOT_READY: it has not fired in time. SHC_INTERRUPTED:
+// the thread's wait check ended the wait, and the operations go on. Anything else is the failure of
+// an operation on a thread stream; the operations after that were dropped.
 SHC_API shc_status shc_event_wait(const shc_event* event, double timeout_s);
 SHC_API void shc_event_destroy(shc_event* event);
 

@@ -78,6 +78,14 @@ Threads::Threads() {
           });
 }
 
+namespace {
+
+// As the library is loaded: a child that was forked while a thread makes it would wait for that
+// thread for ever.
+const bool threads_are_made = (threads(), true);
+
+}  // namespace
+
 ThreadId new_thread_id() {
   static std::atomic<ThreadId> last{0};
   return ++last;

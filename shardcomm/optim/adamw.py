@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
     alignment. There are no gaps between parameters of a multiple of 128 bytes.
 
     To replace a parameter's state, call `load_state_dict`, put other tensors there, or write into those that are there.
-    A step that is written through `.data` is not noticed.
+    What PyTorch does not count as a write to a step is not noticed: one through `.data` or NumPy, or in inference mode.
 
     Args:
         params: Parameters, or dicts of parameter groups.
