@@ -34,7 +34,8 @@ Ranks = tuple[int, ...]
 class Mesh:
     """Ranks in rows and columns, as one of them sees them: its row shards a model, its column replicates a shard.
 
-    Either may have one rank. [`fully_shard`][shardcomm.fully_shard] takes a Mesh for strategy "hybrid_shard".
+    Either may have one rank. [`fully_shard`][shardcomm.fully_shard] takes a Mesh for strategy "hybrid_shard", and
+    raises ValueError on every rank if the groups are not the rows and columns of one table of ranks.
 
     Attributes:
         shard: The row: the ranks that hold a model between them.

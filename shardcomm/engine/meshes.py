@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcomm.comm.agreement import Item, difference
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.rendezvous import from_ranks_of
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.unit.policy import Policy
+
+_SEVERAL = "of several shard.rank or shard.size"
 
 
 def mesh_of(policy: Policy) -> Mesh:
@@ -86,12 +90,63 @@ def check_secondary(mesh: Mesh) -> None:
         )
 
 
+def check_crossing(name: str, meshes: Iterable[Mesh]) -> None:
+    """Checks that `meshes`, which somebody made of two groups, are rows and columns; collective on all of them.
+
+    Args:
+        name: What the error calls them.
+        meshes: The meshes.
+
+    Raises:
+        ValueError: On every rank of a mesh whose groups are something else, so that its groups stay usable.
+    """
+    # All of them first: other ranks of a mesh wait for this one, also if it is to raise for another mesh.
+    faults = [_fault_of(mesh) for mesh in meshes]
+    for fault in filter(None, faults):
+        raise ValueError(
+            f"{name} is a Mesh whose groups are not the rows and columns of one table of ranks: {fault}; give each "
+            "rank as shard the ranks of its row, and as replicate those at its place in all the rows, such as shard "
+            "[0, 1] or [2, 3] and replicate [0, 2] or [1, 3], or give a DeviceMesh of 2 dimensions"
+        )
+
+
+def _fault_of(mesh: Mesh) -> str:
+    """In what the groups of `mesh` are not rows and columns, as this rank's two show it; "" if they are. Collective.
+
+    What they show is enough. Suppose that in each column of a row, all ranks are at the column's place in rows of one
+    size, and that the columns go through the same rows in one order. Then these rows have no other columns, and so are
+    a whole table. So in what is no table, each rank's row or column shows it, and every rank hears of it here.
+    """
+    row, column = mesh.shard, mesh.replicate
+    with mesh.failing_together:
+        mark = torch.tensor([secrets.randbits(32)], dtype=torch.int64, device=mesh.device)
+        row.broadcast(mark)
+        rows = mark.new_empty(column.size)
+        column.all_gather(rows, mark)
+        places = {"ranks whose shard.rank is": row.rank, "ranks whose shard.size is": row.size}
+        in_column = difference([column], [_item("replicate", places)])
+        columns = {
+            "ranks whose replicate.size is": column.size,
+            "ranks whose replicate.rank is": column.rank,
+            "ranks whose replicate is": _SEVERAL if in_column else "right",
+            "ranks whose replicate is of the rows": ", ".join(
+                f"#{one:08x}" for one in rows.tolist()
+            ),
+        }
+        in_row = difference([row], [_item("shard", columns)])
+    return in_column or in_row
+
+
+def _item(name: str, facts: Mapping[str, object]) -> Item:
+    return Item(name, {noun: str(fact) for noun, fact in facts.items()})
+
+
 def _laid_over(ranks: object, strategy: Strategy) -> Mesh:
     """The rows and columns of `ranks` as `strategy` lays a model over them; collective for a DeviceMesh.
 
     Raises:
         TypeError: `ranks` is none of the accepted types.
-        ValueError: `ranks` has other dimensions than the strategy needs.
+        ValueError: `ranks` has other dimensions than the strategy needs, or is a DeviceMesh without this rank.
     """
     if not isinstance(ranks, Communicator | DeviceMesh | Mesh):
         raise TypeError(
@@ -112,6 +167,11 @@ def _laid_over(ranks: object, strategy: Strategy) -> Mesh:
         )
     if isinstance(ranks, Mesh):
         return ranks
+    if isinstance(ranks, DeviceMesh) and ranks.get_coordinate() is None:
+        raise ValueError(
+            f"comm is a DeviceMesh of shape {tuple(ranks.shape)} without this rank, {get_rank()}; call fully_shard on "
+            "the ranks of comm alone, or give this rank a DeviceMesh that has it"
+        )
     if isinstance(ranks, DeviceMesh) and strategy.hybrid:
         return Mesh(shard=_of_dim(ranks, 1), replicate=_of_dim(ranks, 0))
     comm = _of_dim(ranks, 0) if isinstance(ranks, DeviceMesh) else ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 
@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm.arguments.checks import said_by
 from shardcomm.checkpoint.elsewhere import Elsewhere
+from shardcomm.comm.agreement import Item
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.engine.call import Call, items_of
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.fsdp2_names import told_arguments
 from shardcomm.engine.gradients import OnNonfinite
-from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
+from shardcomm.engine.meshes import check_crossing, check_secondary, made_for, mesh_of, meshes_of
 from shardcomm.engine.model_checks import check_devices, check_modules, check_separate_memory
 from shardcomm.engine.shard_units import shard_units
 from shardcomm.engine.sharded_modules import check_not_spread, is_sharded, remember
@@ -183,6 +184,7 @@ def fully_shard(
         reshard_after_forward,
     )
     main = mesh_of(rest)
+    check_crossing("comm", _given_meshes([rest]))
     call = Call(main, {**rest.facts(), "slots": repr(slots), "on_nonfinite": repr(on_nonfinite)})
     with call.told_to_all():
         found = find_units(model, units, ignored_params)
@@ -209,8 +211,8 @@ def fully_shard(
     def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
         return schedule_units(order, grouped, rest, slots=first_guess.slot_of, backward=backward)
 
-    for mesh, pool in pool_of.items():
-        call.agree(mesh, items.get(pool, []))
+    described = {mesh: items.get(pool, []) for mesh, pool in pool_of.items()}
+    _agree(call, main, _given_meshes(policies, comm), described)
     with call.together:
         for mesh in pool_of:
             if mesh.secondary is not None:
@@ -247,6 +249,26 @@ def fully_shard(
     )
     _guard(model, sharded, elsewhere)
     return engine
+
+
+def _given_meshes(policies: Iterable[Policy], beside: object = None) -> list[Mesh]:
+    """The meshes that `policies` are given as their `comm`, without `beside`."""
+    given = dict.fromkeys(p.comm for p in policies if isinstance(p.comm, Mesh))
+    return [mesh for mesh in given if mesh != beside]
+
+
+def _agree(
+    call: Call, main: Mesh, given: Sequence[Mesh], described: Mapping[Mesh, list[Item]]
+) -> None:
+    """Compares the calls of all ranks, and what is `described` for each mesh; checks meshes `given` in policies."""
+    call.agree(main, described[main])  # first: here each rank hears of others that have raised
+    if len(described) > 1:
+        with call.told_to_all():
+            check_crossing("a policy's comm", given)
+        call.agree(main)
+    for mesh, items in described.items():
+        if mesh != main:
+            call.agree(mesh, items)
 
 
 def _take_over(units: Sequence[UnitParams]) -> None:

@@ -197,7 +197,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
     is_new = name in _NEW and not first.whole.in_step
-    if is_new or first.whole.held is Held.WHOLE:
+    if is_new or _has_whole(first):
         with plain():
             result = func(*args, **kwargs)
             return result if is_new else _as_guarded(result, first)
@@ -207,6 +207,18 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
+
+
+def _has_whole(of: Any) -> bool:
+    """Whether functions may compute with `of`, which has this rank's rows, as with the whole.
+
+    Not with a parameter and for gradients, if ranks share its rows out, and this one just happens to have all: the
+    others refuse what is like a forward, and this rank would compute on until it waits for them.
+    """
+    whole: Whole = of.whole
+    by_chance = whole.owned is Owned.NOT and whole.is_part and not whole.in_step
+    is_forward = by_chance and isinstance(of, ShardedParameter) and torch.is_grad_enabled()
+    return whole.held is Held.WHOLE and not is_forward
 
 
 def _is_values(tensor: Any) -> bool:
@@ -227,7 +239,7 @@ def _got(func: Any, of: Any) -> Any:
         rows = ShardedRows(value, of.whole)
         rows.is_values = _is_values(of)
         return of.whole.given(rows) if rows.is_values else rows
-    if attribute.startswith("_") or of.whole.held is Held.WHOLE:
+    if attribute.startswith("_") or _has_whole(of):
         return value
     return of.whole.refuse(attribute)
 

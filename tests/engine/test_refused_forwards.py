@@ -65,6 +65,31 @@ def test_what_is_no_forward_of_units_is_refused(
         run_threads(body, RANKS)  # a rank that has all rows may get further than the other
 
 
+class Transposed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Transposed])
+@pytest.mark.parametrize("granularity", ["row", "element"])
+def test_a_forward_past_the_modules_call_is_refused_on_every_rank(
+    granularity: str, layer: type[nn.Linear]
+) -> None:
+    """Also on the rank which happens to have all of the first layer, of a root that is cut in its middle."""
+
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(layer(8, 8, bias=False), layer(8, 8, bias=False))
+        fully_shard(model, comm, granularity=granularity)
+        assert (model[0].weight.to_local().numel() == 64) == (comm.rank == 0)
+        with pytest.raises(
+            RuntimeError, match=r"of '0\.weight': .*begun by module\(\.\.\.\) and not by"
+        ):
+            model.forward(values(3, 8))
+        model(values(3, 8)).sum().backward()
+
+    run_threads(body, RANKS)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_an_export_is_made_inside_of_gathered(strategy: str) -> None:
     model, plain = twins(Chain)
