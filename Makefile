@@ -30,7 +30,7 @@ help:
 	@echo "make docs      build the documentation into build/docs; a broken link or reference fails"
 	@echo "make docs-serve  show it at http://127.0.0.1:8000 while you write"
 	@echo "make wheel     build a wheel for other machines, and a source distribution, into dist"
-	@echo "make wheel-tests  build them, and run the fast tests where there is no compiler and no source"
+	@echo "make wheel-tests  build them, and run fast tests where there is no compiler and no source"
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu-day.md)"
 	@echo "make figures   the same, kept in bench/results, and the tables of README and docs from it"
