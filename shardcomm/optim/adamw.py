@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class AdamW(torch.optim.AdamW):
         return (
             list(plan.held) == _names(group)
             and all(
-                all(map(is_, (state.get(name) for state in states), held))
+                all(map(is_, map(methodcaller("get", name), states), held))
                 for name, held in plan.held.items()
             )
             and plan.versions == [_version(counted) for counted in plan.counted]
