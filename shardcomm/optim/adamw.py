@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import is_, methodcaller
+from itertools import chain, pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -147,15 +147,18 @@ class AdamW(torch.optim.AdamW):
         self, plan: _Plan, group: dict[str, Any], params: Sequence[torch.Tensor]
     ) -> bool:
         """Whether the state of `params` is the plan's: nobody has replaced a tensor of it, or written a step, since."""
-        states = [self.state.get(param, {}) for param in params]
+        held = self._held(params)
         return (
-            list(plan.held) == _names(group)
-            and all(
-                all(map(is_, map(methodcaller("get", name), states), held))
-                for name, held in plan.held.items()
-            )
+            plan.names == _names(group)
+            and len(held) == len(plan.held)
+            and all(map(is_, held, plan.held))
             and plan.versions == [_version(counted) for counted in plan.counted]
         )
+
+    def _held(self, params: Sequence[torch.Tensor]) -> list[Any]:
+        """All that is in the state of `params`."""
+        states = [self.state.get(param, {}) for param in params]
+        return list(chain.from_iterable(map(dict.values, states)))
 
     def _plan(
         self,
@@ -165,8 +168,8 @@ class AdamW(torch.optim.AdamW):
         where: Sequence[object],
     ) -> _Plan:
         """Finds the runs, and makes the state of each run one tensor."""
-        plan = _Plan(where)
         names = _names(group)
+        plan = _Plan(where, names)
         steps = [float(self.state[param].get("step", 0)) for param in params]
         for param in params:
             if not _dense(param):
@@ -185,7 +188,7 @@ class AdamW(torch.optim.AdamW):
                 self.state[param]["step"] = step
             for name, moments in zip(names[1:], plan.moments, strict=False):
                 moments.append(self._flat_state(members, name))
-        plan.held = {name: [self.state[param][name] for param in params] for name in names}
+        plan.held = self._held(params)
         return plan
 
     def _flat_state(self, params: Sequence[torch.Tensor], name: str) -> torch.Tensor:
@@ -216,6 +219,7 @@ class _Plan:
     """
 
     where: Sequence[object]
+    names: list[str]
     runs: list[list[int]] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
     moments: list[list[torch.Tensor]] = field(default_factory=lambda: [[], [], []])
@@ -223,8 +227,8 @@ class _Plan:
     counted: list[torch.Tensor] = field(default_factory=list)
     """The steps of all parameters of a run. They are views of it, and so a write to one changes its version."""
     versions: list[int] = field(default_factory=list)
-    held: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """What each parameter has in `state`, by its name there."""
+    held: list[Any] = field(default_factory=list)
+    """All that the parameters have in `state`."""
 
 
 def _names(group: dict[str, Any]) -> list[str]:
