@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
@@ -119,13 +120,15 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
         key=lambda span: (span.begin_s, -span.end_s),
     )
     begins = [span.begin_s for span in computed]
+    reduces = [span for span in spans if span.row == "reduce"]
     steps = [span for span in spans if span.row == "step"]
     if not steps:
         raise ValueError("the trace has no steps; mark them by `with trace.step(number):`")
     found: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
+    for step, next_s in zip(steps, [*(s.begin_s for s in steps[1:]), math.inf], strict=True):
         within = computed[bisect_left(begins, step.begin_s) : bisect_left(begins, step.end_s)]
-        for name, seconds in _own_times(within).items():
+        reduced = [span for span in reduces if step.begin_s <= span.begin_s < next_s]
+        for name, seconds in _with_unannounced(within, reduced, step.end_s).items():
             found[name].append(seconds)
     traced = {name.removeprefix(_FORWARD) for name in found if name.startswith(_FORWARD)}
     if traced != set(names):
@@ -162,19 +165,41 @@ def _own_times(computed: Sequence[Span]) -> dict[str, float]:
     for position, span in enumerate(computed):
         before_s = first_begin_s.get(position, span.end_s) - span.begin_s
         times[span.name] += before_s + (span.end_s - last_end_s.get(position, span.end_s))
-    return _with_unannounced(times, computed)
-
-
-def _with_unannounced(times: dict[str, float], computed: Sequence[Span]) -> dict[str, float]:
-    """Adds backwards of which the trace has none: those of units, as a model of tokens, whose inputs have no gradient.
-
-    Nothing announces their end. Their part before the first backward inside of them is known.
-    """
-    backwards = [span.begin_s for span in computed if span.name.startswith(_BACKWARD)]
-    for span in computed:
-        name = _BACKWARD + span.name.removeprefix(_FORWARD)
-        if span.name.startswith(_FORWARD) and name not in times:
-            following = bisect_left(backwards, span.end_s)
-            known = following < len(backwards)
-            times[name] = backwards[following] - span.end_s if known else 0.0
     return times
+
+
+def _with_unannounced(
+    computed: Sequence[Span], reduced: Sequence[Span], end_s: float
+) -> dict[str, float]:
+    """The own times of a step, and backwards of which it has no span, as far as the rest tells how long they were.
+
+    The gradient of a unit's input announces the end of its backward, and the input of a model has none. Such a unit
+    computes before the first backward inside of it, and before its reduce: each time since other computation has ended,
+    or another such unit's reduce has begun. A frozen one without a backward inside of it has neither, and computes
+    nothing.
+
+    Args:
+        computed: The step's computation.
+        reduced: Its reduces. Their stream may come to the last ones after the step.
+        end_s: When the step ended.
+    """
+    times = _own_times(computed)
+    reduced_s = {span.name: span.begin_s for span in reduced if _BACKWARD + span.name not in times}
+    marks = sorted([*(span.end_s for span in computed), *reduced_s.values()])
+    added = dict(times)
+    for forward in computed:
+        unit = forward.name.removeprefix(_FORWARD)
+        if unit == forward.name or _BACKWARD + unit in times:
+            continue
+        inside = {
+            _BACKWARD + span.name.removeprefix(_FORWARD)
+            for span in computed
+            if forward.begin_s <= span.begin_s and span.end_s <= forward.end_s
+        }
+        first_s = next((span.begin_s for span in computed if span.name in inside), None)
+        added[_BACKWARD + unit] = sum(
+            min(moment, end_s) - min(marks[bisect_left(marks, moment) - 1], end_s)
+            for moment in (first_s, reduced_s.get(unit))
+            if moment is not None
+        )
+    return added

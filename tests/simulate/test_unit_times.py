@@ -86,6 +86,61 @@ def test_a_model_whose_inputs_have_no_gradient_has_what_comes_before_its_block()
     assert times_of_trace(traced, ["(root)", "block"])[0] == UnitTime(3.0, 1.5)
 
 
+def test_the_first_unit_has_what_comes_before_its_reduce() -> None:
+    """Nothing announces the end of its backward, from 14 to 18, beside the reduce of b. Then comes the optimizer."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 30.0),
+        ("compute", "forward (root)", 0.0, 8.0),
+        ("compute", "forward a", 0.0, 2.0),
+        ("compute", "forward b", 2.0, 5.0),
+        ("compute", "backward b", 9.0, 14.0),
+        ("reduce", "b", 14.0, 15.0),
+        ("reduce", "a", 18.0, 20.0),
+        ("reduce", "(root)", 18.5, 18.5),
+    )
+    found = times_of_trace(traced, ["(root)", "a", "b"])
+    assert found == (UnitTime(3.0, 1.5), UnitTime(2.0, 4.0), UnitTime(3.0, 5.0))
+
+
+def test_a_reduce_that_begins_after_its_step_tells_of_the_step_alone() -> None:
+    """It is put on a stream of its own, which may be late."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 10.0),
+        ("compute", "forward a", 0.0, 2.0),
+        ("reduce", "a", 12.0, 13.0),
+        ("step", "step 1", 20.0, 30.0),
+        ("compute", "forward a", 20.0, 22.0),
+        ("reduce", "a", 30.0, 31.0),
+    )
+    assert times_of_trace(traced, ["a"]) == (UnitTime(2.0, 8.0),)
+
+
+def test_a_frozen_unit_to_which_backward_does_not_come_computes_nothing_in_it() -> None:
+    traced = timeline(
+        ("step", "step 0", 0.0, 30.0),
+        ("compute", "forward frozen", 0.0, 2.0),
+        ("compute", "forward trained", 2.0, 5.0),
+        ("reduce", "trained", 11.0, 12.0),
+    )
+    found = times_of_trace(traced, ["frozen", "trained"])
+    assert found == (UnitTime(2.0, 0.0), UnitTime(3.0, 6.0))
+
+
+def test_a_unit_around_others_has_what_comes_before_the_first_of_them() -> None:
+    """From when the backward behind it has ended, at 9: not from its own forward on."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 30.0),
+        ("compute", "forward outer", 0.0, 4.0),
+        ("compute", "forward a", 0.0, 1.0),
+        ("compute", "forward b", 1.0, 3.0),
+        ("compute", "forward c", 4.0, 6.0),
+        ("compute", "backward c", 7.0, 9.0),
+        ("compute", "backward b", 11.0, 15.0),
+    )
+    found = times_of_trace(traced, ["outer", "a", "b", "c"])
+    assert [each.backward_s for each in found] == [2.0, 0.0, 4.0, 2.0]
+
+
 def test_the_median_step_of_a_trace_is_taken() -> None:
     spans = []
     for number, seconds in enumerate((1.0, 7.0, 2.0)):
@@ -128,3 +183,21 @@ def test_the_engines_trace_of_a_rank_alone_is_read() -> None:
     assert all(each.forward_s > 0 and each.backward_s > 0 for each in times)
     step_s = max(span.end_s - span.begin_s for span in trace.spans() if span.row == "step")
     assert sum(map(sum, times)) < step_s
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_all_units_of_the_engines_trace_together_compute_no_longer_than_its_step(
+    frozen: int,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    for layer in list(model)[:frozen]:
+        layer.requires_grad_(False)
+    engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    inputs = torch.ones(32, 64)
+    with engine.trace() as trace, trace.step(0):
+        model(inputs).square().mean().backward()
+    times = times_of_trace(trace.timeline(), [unit.name for unit in engine.units])
+    of_layers = times[1:]
+    assert [each.backward_s > 0 for each in of_layers] == [False] * frozen + [True] * (6 - frozen)
+    (step,) = (span for span in trace.spans() if span.row == "step")
+    assert sum(map(sum, times)) <= step.end_s - step.begin_s
