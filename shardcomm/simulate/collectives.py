@@ -129,14 +129,20 @@ def pack_s(unit: UnitPlan, machine: Machine) -> float:
 
 
 def _ring(nbytes: int, calls: int, group: Group, machine: Machine) -> Cost:
-    """`nbytes` through all ranks, in so many calls one after the other."""
+    """`nbytes` through all ranks, in so many calls one after the other.
+
+    Over hosts one hop of a host is the network's. The others move their bytes meanwhile, and take no time of their own.
+    """
     across = group.hosts - 1
     latency_s = (group.ranks - 1 - across) * machine.host_latency_s
-    link, rate = HOST, machine.host_bytes_per_s
+    rate = machine.host_bytes_per_s
+    moves: tuple[Move, ...] = (Move(HOST, nbytes / rate, nbytes),)
     if across:
         latency_s += across * machine.network_latency_s
-        link, rate = NETWORK, min(rate, machine.network_bytes_per_s / group.beside)
-    return Cost(((Move(LATENCY, calls * latency_s),), (Move(link, nbytes / rate, nbytes),)), nbytes)
+        rate = min(rate, machine.network_bytes_per_s / group.beside)
+        out = nbytes / group.on_host
+        moves = (Move(NETWORK, nbytes / rate, out), Move(HOST, 0.0, nbytes - out))
+    return Cost(((Move(LATENCY, calls * latency_s),), moves), nbytes)
 
 
 def _tree_latency_s(group: Group, machine: Machine) -> float:

@@ -24,7 +24,8 @@ class Move(NamedTuple):
     Attributes:
         link: `MEMORY`, `HOST`, `NETWORK` or `LATENCY`.
         seconds: How long it takes alone.
-        nbytes: The bytes that a rank moves over it; of `MEMORY`, those that it reads and writes.
+        nbytes: The bytes that a rank moves over it: of `MEMORY`, those that it reads and writes; of `NETWORK`, what its
+            host moves by the ranks of the host.
     """
 
     link: str

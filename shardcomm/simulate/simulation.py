@@ -6,7 +6,8 @@ For each trigger, in the order of the step (compare `engine/step.py` and `engine
     pre_backward(u)   first the actions, then u computes
 
     gather u          put on the channel of gathers, behind those before; skipped if the slot holds u. In a block
-                      format its encoding and decoding come there, too
+                      format its encoding and decoding come there, too. Under no_shard no action gathers: a unit that
+                      computes in another dtype is cast at its pre_forward, and waited for
     wait_gather u     the rank waits
     release u         the slot is free: the next gather into it was issued after that, on every rank
     reduce u          the rank waits until the reduce before has left the buffer, packs, and puts it on its channel
@@ -35,7 +36,7 @@ from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wa
 from shardcomm.simulate.cost import HOST, LATENCY, MEMORY, NETWORK, Cost, Group
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.unit_times import UnitTime
-from shardcomm.trace.timeline import COMMUNICATION, RankTimeline, Span, Timeline
+from shardcomm.trace.timeline import COMMUNICATION, SIMULATED, RankTimeline, Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Simulation:
         """The step as a trace of one rank, for `shardcomm trace` and Perfetto."""
         paths = {row: f"simulated {self.machine.transport}" for row in COMMUNICATION}
         units = {unit.name: unit.numel for unit in self.plan.units}
-        return Timeline((RankTimeline(0, self.spans, paths),), "simulated", units)
+        return Timeline((RankTimeline(0, self.spans, paths),), SIMULATED, units)
 
     def figures(self) -> dict[str, Any]:
         """The figures of the step, flat: a line of a table.
@@ -269,6 +270,10 @@ class _Program:
                 yield self._compute(computing, "forward", self._times[computing].forward_s)
             for verb, unit, _ in actions:
                 yield from do[verb](unit)
+            if phase is Phase.PRE_FORWARD and computing not in self._gathers:
+                # A strategy that gathers nothing. What computes in another dtype is cast on demand (`Actions.require`).
+                yield from self._gather(computing)
+                yield from self._wait_gather(computing)
             if phase is Phase.PRE_BACKWARD:
                 yield self._compute(computing, "backward", self._times[computing].backward_s)
 

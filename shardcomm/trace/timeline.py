@@ -26,6 +26,8 @@ from shardcomm.files.whole_file import written_whole
 
 ROWS = ("step", "compute", "waiting", "gather", "reduce", "all_reduce")
 COMMUNICATION = ("gather", "reduce", "all_reduce")
+SIMULATED = "simulated"
+"""The clock of a timeline that nobody has measured."""
 
 _MOST_RANKS = 10**9
 _MOST_US = 1e15  # of a trace: thirty years

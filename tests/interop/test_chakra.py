@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Communicator, MemoryPlan, Mesh, Policy, fully_shard
+from shardcomm import (
+    Communicator,
+    Machine,
+    MemoryPlan,
+    Mesh,
+    MixedPrecision,
+    Policy,
+    Simulation,
+    UnitTime,
+    fully_shard,
+)
 from shardcomm.cli import plan as plan_command
 from shardcomm.interop import chakra
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
@@ -291,11 +301,87 @@ def test_computation_ends_when_its_span_does_and_begins_after_the_one_before(
     }
 
 
+def test_a_backward_that_nothing_announces_ends_where_its_reduce_begins(tmp_path: Path) -> None:
+    """By hand, in milliseconds. Nothing is known of the backward of a unit that is not reduced: it takes no time."""
+    ms = 1e-3
+    spans = (
+        Span("step", "step 0", 0.0, 100 * ms, 0),
+        Span("gather", "0", 0.0, 10 * ms, 512),
+        Span("gather", "1", 0.0, 10 * ms, 512),
+        Span("waiting", "gather 0", 0.0, 10 * ms, 0),
+        Span("compute", "forward 0", 10 * ms, 20 * ms, 0),
+        Span("compute", "forward 1", 20 * ms, 30 * ms, 0),
+        Span("compute", "forward (root)", 10 * ms, 30 * ms, 0),
+        Span("compute", "backward 1", 40 * ms, 60 * ms, 0),
+        Span("reduce", "1", 60 * ms, 65 * ms, 512),
+        Span("reduce", "0", 80 * ms, 85 * ms, 512),
+        Span("reduce", "(root)", 85 * ms, 85 * ms, 0),  # which has no parameters
+    )
+    timeline = Timeline(tuple(RankTimeline(rank, spans, {}) for rank in range(2)), "played")
+    plan = MemoryPlan.of(chain(2), 2, units=nn.Linear, slots=2)
+    nodes = written(plan, tmp_path / "trained", tokens=None, timeline=timeline)[0]
+    found = {node.name: (node.start_us, node.duration_us) for node in nodes}
+    assert found["backward 1"] == (40000, 20000)
+    assert found["backward 0"] == (60000, 20000)
+    assert found["optimizer"] == (80000, 20000)
+
+    frozen = chain(2)
+    frozen[0].requires_grad_(False)
+    less = tuple(span for span in spans if (span.row, span.name) != ("reduce", "0"))
+    timeline = Timeline(tuple(RankTimeline(rank, less, {}) for rank in range(2)), "played")
+    plan = MemoryPlan.of(frozen, 2, units=nn.Linear, slots=2)
+    nodes = written(plan, tmp_path / "frozen", tokens=None, timeline=timeline)[0]
+    found = {node.name: (node.start_us, node.duration_us) for node in nodes}
+    assert found["backward 0"] == (60000, 0)
+    assert found["optimizer"] == (60000, 40000)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+def test_a_model_of_plain_layers_is_written_as_it_was_measured(
+    strategy: str, param_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Its input has no gradient, its root no parameters; and under no_shard gathers are casts, reduces packing."""
+    options: dict[str, Any] = {
+        "units": nn.Linear,
+        "strategy": strategy,
+        "mixed_precision": MixedPrecision(param_dtype),
+    }
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    def body(comm: Communicator) -> Timeline:
+        model = layers()
+        engine = fully_shard(model, comm, **options)
+        with engine.trace() as trace, trace.step(0):
+            model(torch.ones(4, 16)).float().square().mean().backward()
+        return trace.timeline()
+
+    timeline = run_threads(body, 2)[0]
+    traces = written(
+        MemoryPlan.of(layers(), 2, **options), tmp_path, tokens=None, timeline=timeline
+    )
+    for nodes, figures in zip(traces, timeline.figures(), strict=True):
+        computed = sum(node.duration_us for node in nodes if node.type == COMP_NODE)
+        assert computed == pytest.approx(figures.compute_s * 1e6, abs=len(nodes))
+        assert next(node.duration_us for node in nodes if node.name == "backward 0") > 0
+
+
+def test_a_simulated_timeline_is_refused_as_one(tmp_path: Path) -> None:
+    plan = MemoryPlan.of(chain(2), 2, units=nn.Linear)
+    step = Simulation.of(plan, [UnitTime(1.0, 2.0)] * 3, Machine.load("8xH100"))
+    step.timeline().save(tmp_path / "step.json")
+    for timeline in (step.timeline(), Timeline.load(tmp_path / "step.json")):
+        with pytest.raises(ValueError, match="timeline is of a simulation; it must be measured"):
+            chakra.write_step(plan, tmp_path / "none", timeline=timeline)
+
+
 def test_a_timeline_of_something_else_is_refused(tmp_path: Path) -> None:
     timeline = measured()
     others = {
         "2 ranks, and plan of 4": MemoryPlan.of(make(), 4),
-        "no backward blocks.4, which the plan has": MemoryPlan.of(make(layers=5), 2),
+        "no forward blocks.4, which the plan has": MemoryPlan.of(make(layers=5), 2),
         "one more forward blocks.3 than the plan": MemoryPlan.of(make(layers=3), 2),
         "B in a gather of .*, and the plan": MemoryPlan.of(make(width=8), 2),
         "one gather of blocks.0 less than the plan|one more gather": MemoryPlan.of(

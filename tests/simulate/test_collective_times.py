@@ -51,7 +51,9 @@ def test_a_ring_over_hosts_is_as_slow_as_its_slowest_link() -> None:
         cost = collectives.reduce(unit(16), group, which)
         moved = BYTES * 15 // 16
         latency = Move(LATENCY, 14 * 0.5 + 1 * 2.0)
-        assert cost.stages == ((latency,), (Move("network", moved / rate, moved),))
+        # Of eight ranks that send it to the next, one sends it to the other host.
+        links = Move("network", moved / rate, moved / 8), Move("host", 0.0, moved * 7 / 8)
+        assert cost.stages == ((latency,), links)
 
 
 def test_rings_side_by_side_share_a_hosts_network() -> None:
@@ -60,7 +62,8 @@ def test_rings_side_by_side_share_a_hosts_network() -> None:
     cost = collectives.all_reduce(of, Group.of(2, 8, 8), machine())
     shard = BYTES // 8
     assert cost.nbytes == shard  # 2 (n - 1) / n of it
-    assert cost.stages == ((Move(LATENCY, 2 * 2.0),), (Move("network", shard / 256, shard),))
+    links = Move("network", shard / 256, shard), Move("host", 0.0, 0.0)
+    assert cost.stages == ((Move(LATENCY, 2 * 2.0),), links)
 
 
 def test_an_all_reduce_over_many_hosts_goes_up_and_down_a_tree() -> None:

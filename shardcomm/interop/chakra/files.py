@@ -13,7 +13,7 @@ from shardcomm.interop.chakra import schema
 from shardcomm.interop.chakra.graph import Among, Kind, Node, StepGraph
 from shardcomm.interop.chakra.measured import Time, times
 from shardcomm.planner.planner import MemoryPlan
-from shardcomm.trace.timeline import Timeline
+from shardcomm.trace.timeline import SIMULATED, Timeline
 
 _COMM_TYPES = {
     Kind.GATHER: schema.ALL_GATHER,
@@ -125,6 +125,10 @@ def _measured(graph: StepGraph, timeline: Timeline | None) -> list[tuple[Time, .
         return None
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline is a {type(timeline).__name__}; it must be a Timeline")
+    if timeline.clock == SIMULATED:
+        raise ValueError(
+            "timeline is of a simulation; it must be measured, by engine.trace(), or give tokens instead"
+        )
     if not timeline.steps():
         raise ValueError("timeline has no steps; mark them by trace.step(n)")
     step = timeline.only(timeline.median_step())

@@ -58,8 +58,12 @@ def _ends(graph: StepGraph, step: RankTimeline, whole: Span) -> dict[int, float]
     """When each computation of the graph ended, by its position.
 
     The backward of a unit that contains others goes on around theirs. Its own part ends where theirs begin.
+
+    Only a gradient of a unit's input announces the end of its backward, and the input of a model has none. Such a
+    backward ends where the unit's reduce begins. Without a reduce it ends with the computation before: it took no time.
     """
     spans = _in_order(step, Kind.COMPUTE)
+    reduces = {span.name: span.begin_s for span in step.spans if span.row == "reduce"}
     around = {f"backward {name}" for name in graph.containers}
     ends: dict[int, float] = {}
     next_begin = whole.end_s
@@ -69,8 +73,12 @@ def _ends(graph: StepGraph, step: RankTimeline, whole: Span) -> dict[int, float]
         if node.name in around or node.name == "optimizer":
             ends[position] = next_begin
             continue
+        what, _, unit = node.name.partition(" ")
         if not spans.get(node.name):
-            raise _other_model(step, f"no {node.name}, which the plan has")
+            if what == "forward":
+                raise _other_model(step, f"no {node.name}, which the plan has")
+            ends[position] = reduces.get(unit, whole.begin_s)
+            continue
         span = spans[node.name].pop()
         ends[position], next_begin = span.end_s, span.begin_s
     for name, left in spans.items():
@@ -80,10 +88,14 @@ def _ends(graph: StepGraph, step: RankTimeline, whole: Span) -> dict[int, float]
 
 
 def _in_order(step: RankTimeline, kind: Kind) -> dict[str, list[Span]]:
-    """The spans of a row by their names, in the order in which they began."""
+    """The spans of a row by their names, in the order in which they began.
+
+    A collective that moves nothing is none of the graph's: it casts parameters, or packs gradients.
+    """
     found: dict[str, list[Span]] = {}
-    for span in sorted((s for s in step.spans if s.row == kind.value), key=lambda s: s.begin_s):
-        found.setdefault(span.name, []).append(span)
+    for span in sorted(step.spans, key=lambda span: span.begin_s):
+        if span.row == kind.value and (kind is Kind.COMPUTE or span.nbytes):
+            found.setdefault(span.name, []).append(span)
     return found
 
 
