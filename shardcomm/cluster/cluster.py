@@ -116,17 +116,28 @@ class Cluster:
                 host's torchrun has failed; the message has the last lines of that host.
             RuntimeError: Something was to be killed, and has not come to that step, or ended before that time.
             TimeoutError: Processes still ran after `timeout_s`, and were killed.
-            TypeError: `what` or `args` is of another type, or cannot be pickled.
-            ValueError: `kill` or `timeout_s` is out of its range.
+            TypeError: `what`, `args` or `kill` is of another type, or cannot be pickled.
+            ValueError: `kill` or `timeout_s` is out of its range, or a command has `args`.
         """
+        given = [kill] if isinstance(kill, str) or not isinstance(kill, Sequence) else kill
+        for each in given:
+            check_type(
+                "run", "kill", each, str, "a text such as 'host1 at step 7', or a list of such"
+            )
         with _named("run: kill"):
-            kills = [parse_kill(each) for each in ([kill] if isinstance(kill, str) else kill)]
+            kills = [parse_kill(each) for each in given]
             check_there(kills, self.hosts, self.hosts * self.ranks)
         check_seconds("run", "timeout_s", timeout_s)
         if callable(what):
             check_list("run", "args", args)
             return self._run_function(what, args, kills, timeout_s)
         check_list("run", "what", what)
+        for word in what:
+            check_type("run", "a word of what", word, str, "a text")
+        if args:
+            raise ValueError(
+                f"run: args is {args!r}; it is for a function, and a command has its arguments in what"
+            )
         with _named("run: what"):
             environment.check_program(what)
         with self.command(what, kills, _print) as processes:
@@ -200,24 +211,24 @@ def _named(argument: str) -> Iterator[None]:
 
 
 def _results(processes: Processes, outcomes: Sequence[int]) -> list[Any]:
+    written = [_content(outcome) for outcome in outcomes]
     failures: dict[int, Failure] = {}
-    for process, outcome in zip(processes.all, outcomes, strict=True):
-        if process in processes.failed:
+    for process, outcome in zip(processes.all, written, strict=True):
+        if process in processes.failed or (process.status == 0 and not outcome):
             assert process.rank is not None
             failures[process.rank] = _failure(process, outcome)
     if failures:
         raise RankError(first_cause(failures))
     _check_killed(processes)
     return [
-        calls.unpack(_content(outcome)) if process.status == 0 else None
-        for process, outcome in zip(processes.all, outcomes, strict=True)
+        calls.unpack(outcome) if process.status == 0 else None
+        for process, outcome in zip(processes.all, written, strict=True)
     ]
 
 
-def _failure(process: Process, outcome: int) -> Failure:
-    written = _content(outcome)
-    if process.status == 1 and written:
-        failure: Failure = calls.unpack(written)
+def _failure(process: Process, outcome: bytes) -> Failure:
+    if process.status == 1 and outcome:
+        failure: Failure = calls.unpack(outcome)
         return failure
     return ended(process.status)
 
@@ -229,8 +240,8 @@ def _content(descriptor: int) -> bytes:
 
 
 def _check_killed(processes: Processes) -> None:
-    for kill in processes.kills.missed():
-        raise RuntimeError(f"run: kill {kill.text!r} did not happen: {kill.why_not}")
+    for kill, why in processes.kills.missed().items():
+        raise RuntimeError(f"run: kill {kill!r} did not happen: {why}")
 
 
 def _print(stream: Stream, line: str) -> None:

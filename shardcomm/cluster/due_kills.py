@@ -46,9 +46,17 @@ class DueKills:
         self._tell = tell
         self._begin = time.monotonic()
 
-    def missed(self) -> list[Kill]:
-        """The kills that have not happened."""
-        return [kill for i, kill in enumerate(self._kills) if i not in self.killed_s]
+    def missed(self) -> dict[str, str]:
+        """The kills that have not happened, as they were given, and why."""
+        return {
+            kill.text: self._why_not(kill)
+            for number, kill in enumerate(self._kills)
+            if number not in self.killed_s
+        }
+
+    def _why_not(self, kill: Kill) -> str:
+        on_host = self._on_host_of(kill)
+        return f"{on_host.name} had been killed before" if on_host.killed else kill.why_not
 
     def has_killed(self, host: Host, rank: int | None) -> bool:
         """Whether the end of a rank, or of what starts them, on this host was asked for."""
@@ -61,7 +69,7 @@ class DueKills:
         """Carries out what is due by its time. Returns when to look again."""
         moments = []
         for number, kill in enumerate(self._kills):
-            if kill.after_s is None or number in self.killed_s:
+            if kill.after_s is None or number in self.killed_s or self._on_host_of(kill).killed:
                 continue
             due = self._begin + kill.after_s
             if due > now:
@@ -77,21 +85,24 @@ class DueKills:
             self._carry_out(number)
 
     def _carry_out(self, number: int) -> bool:
-        kill = self._kills[number]
+        kill, on_host = self._kills[number], self._on_host_of(self._kills[number])
         if kill.rank is not None:
             if kill.step is None and not self._kill_rank(kill.rank):
                 return False
+        elif on_host.killed:
+            return False
         else:
-            assert kill.host is not None
-            host, on_host = self._hosts[kill.host], self._on_hosts[kill.host]
-            if not on_host.killed:
-                on_host.carried = host.link_bytes()
-                on_host.killed = True
-                host.kill()
+            host = self._hosts[kill.host_of(self._ranks_a_host)]
+            on_host.carried = host.link_bytes()
+            on_host.killed = True
+            host.kill()
         self.killed_s[number] = time.monotonic() - self._begin
         when = f"{self.killed_s[number]:.3f} s after the start"
         self._tell(f"shardcomm cluster: killed {kill.whom}, {when} ({kill.text})\n")
         return True
+
+    def _on_host_of(self, kill: Kill) -> OnHost:
+        return self._on_hosts[kill.host_of(self._ranks_a_host)]
 
     def _kill_rank(self, rank: int) -> bool:
         """Kills the rank's process, if there is one yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardcomm.cluster.hosts import name_of
 from shardcomm.cluster.quantities import parse_duration
@@ -32,6 +32,13 @@ class Kill:
     def whom(self) -> str:
         """The name of the host or rank."""
         return f"rank {self.rank}" if self.host is None else name_of(self.host)
+
+    def host_of(self, ranks_a_host: int) -> int:
+        """The host, or that of the rank."""
+        if self.rank is not None:
+            return self.rank // ranks_a_host
+        assert self.host is not None
+        return self.host
 
     @property
     def why_not(self) -> str:
@@ -65,8 +72,12 @@ def parse_kill(text: str) -> Kill:
 
 
 def check_there(kills: Sequence[Kill], hosts: int, ranks: int) -> None:
-    """ValueError unless there are the hosts and the ranks, of which there are `ranks` in all."""
+    """ValueError unless there are the hosts and the ranks, of which there are `ranks` in all, and no kill is twice."""
+    told = set()
     for kill in kills:
+        if (what := replace(kill, text="")) in told:
+            raise ValueError(f"{kill.text!r}, which is given twice; it must be given once")
+        told.add(what)
         if kill.host is not None and kill.host >= hosts:
             raise ValueError(f"{kill.text!r}; the hosts are host0 to {name_of(hosts - 1)}")
         if kill.rank is not None and kill.rank >= ranks:

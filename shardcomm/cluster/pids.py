@@ -21,8 +21,8 @@ def pids_on(host: Host) -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that the process or one above it is, as its environment says."""
-    with suppress(OSError):
+    """The rank that the process or one above it is, as its environment says. A program may say anything there."""
+    with suppress(OSError, ValueError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):
                 return int(entry.removeprefix(b"RANK="))

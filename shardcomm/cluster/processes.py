@@ -125,6 +125,7 @@ class Processes:
         """
         end = None if timeout_s is None else self._begin + timeout_s
         grace_end = None
+        late: list[str] = []
         while self._running:
             if self.failed and grace_s is not None and grace_end is None:
                 grace_end = time.monotonic() + grace_s
@@ -133,9 +134,7 @@ class Processes:
                 break
             if end is not None and now >= end:
                 late = [process.host.name for process in self.all if process.status is None]
-                raise TimeoutError(
-                    f"after {timeout_s:g} s these hosts still ran: {', '.join(dict.fromkeys(late))}"
-                )
+                break
             due = end, grace_end, self.kills.carry_out_at(now), self._end_idle_hosts(now)
             moments = [each for each in due if each is not None]
             for key, _ in self._selector.select(min(moments) - now if moments else None):
@@ -144,6 +143,10 @@ class Processes:
         for host, on_host in zip(self._hosts, self.on_hosts, strict=True):
             if not on_host.killed and host.number not in self._idle_hosts.ended:
                 on_host.carried = host.link_bytes()
+        if late:
+            raise TimeoutError(
+                f"after {timeout_s:g} s these hosts still ran: {', '.join(dict.fromkeys(late))}"
+            )
 
     def close(self) -> None:
         """Lets go of what was read from. The processes end with their hosts."""

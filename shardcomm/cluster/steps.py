@@ -52,8 +52,7 @@ def variables(kills: Sequence[Kill], host: int, ranks_a_host: int) -> dict[str, 
     deadly = [
         _Deadly(i, kill.rank, kill.step)
         for i, kill in enumerate(kills)
-        if kill.step is not None
-        and (kill.host if kill.rank is None else kill.rank // ranks_a_host) == host
+        if kill.step is not None and kill.host_of(ranks_a_host) == host
     ]
     return {_VARIABLE: json.dumps(deadly)}
 

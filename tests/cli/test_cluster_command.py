@@ -109,15 +109,17 @@ def test_a_killed_rank_is_a_failure_of_its_torchrun() -> None:
 
 
 @needs_rights
-def test_what_was_not_killed_and_what_is_late_are_told() -> None:
-    ran = command("cluster", *SIZE, "--kill", "rank 0 at step 7", "--", "true")
-    assert ran.returncode == 1
+def test_what_was_not_killed_and_what_is_late_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "told.json"
+    kill = ("--kill", "rank 0 at step 7", "--json", str(file))
+    ran = command("cluster", *SIZE, *kill, "--", "true")
+    assert ran.returncode == json.loads(file.read_text())["status"] == 1
     assert ran.stderr.endswith(
         "shardcomm cluster: --kill is 'rank 0 at step 7', which did not happen: it has not called "
         "shardcomm.cluster.step(7)\n"
     )
     ran = command("cluster", *SIZE, "--timeout", "0.1", "--json", "-", "--", "sleep", "infinity")
-    assert ran.returncode == 1
+    assert ran.returncode == json.loads(ran.stdout)["status"] == 1
     assert ran.stderr.endswith("shardcomm cluster: after 0.1 s these hosts still ran: host0, host1\n")  # fmt: skip
     assert [host["status"] for host in json.loads(ran.stdout)["hosts"]] == [None, None]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
+import subprocess
 import time
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +17,12 @@ import torch
 import shardcomm.cluster
 from shardcomm import CommError, Communicator, RankError
 from shardcomm.cluster import Cluster, link_bytes
+from shardcomm.cluster.pids import rank_of
 
 HOSTS, RANKS_A_HOST = 2, 2
 TIMEOUT_S = 120.0
 COMM_DEADLINE_S = 8.0
+WAS_DEAD = "did not happen: host1 had been killed before"
 NUMEL = 1 << 21  # float32 of all ranks: 8 MiB
 
 
@@ -126,6 +131,82 @@ def nothing() -> None:
 
 
 @pytest.mark.usefixtures("warm_python")
+def test_a_kill_of_what_has_died_with_its_host_is_told(cluster: type[Cluster]) -> None:
+    kills = ["host1 at step 2", "rank 1 at step 4", "host1 after 900s"]
+    for kill in kills[1:]:
+        with pytest.raises(RuntimeError, match=f"{kill}' {WAS_DEAD}"):
+            cluster(2, 1, "1gbit").run(comes_to_step_2, kill=[kills[0], kill], timeout_s=TIMEOUT_S)
+
+
+def comes_to_step_2() -> None:
+    shardcomm.cluster.step(2)
+
+
+def test_kills_by_time_of_what_has_died_with_its_host_are_told(cluster: type[Cluster]) -> None:
+    """The other host goes on until their time has come."""
+    kills = ["host1 after 1us", "rank 1 after 2us", "rank 0 after 1s"]
+    with pytest.raises(RuntimeError, match=f"rank 1 after 2us' {WAS_DEAD}"):
+        cluster(2, 1, "1gbit").run(waits, kill=kills, timeout_s=TIMEOUT_S)
+
+
+def waits() -> None:
+    signal.pause()
+
+
+def leaves_without_a_result() -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_a_rank_that_leaves_no_result_is_an_error(cluster: type[Cluster]) -> None:
+    with pytest.raises(RankError, match=r"^rank 1 ended with exit status 0 and no result$"):
+        cluster(1, 2, "1gbit").run(leaves_without_a_result, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("given", "rank"), [("3", 3), ("x", None), ("", None)])
+def test_a_program_may_have_any_text_as_its_rank(given: str, rank: int | None) -> None:
+    with subprocess.Popen(
+        ["sleep", "infinity"], env={"RANK": given, "PATH": os.defpath}
+    ) as program:
+        assert rank_of(program.pid) == rank
+        program.kill()
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_what_links_have_carried_by_the_end_of_the_time_is_known(
+    cluster: type[Cluster], tmp_path: Path
+) -> None:
+    """Host1 sends 100 kB to host0, and neither ends."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, socket\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with socket.create_server(('', 1234)) as server, server.accept()[0].makefile('rb') as sent:\n"
+        "        print(len(sent.read(100_000)), flush=True)\n"
+        "while os.environ['RANK'] == '1':\n"
+        "    try:\n"
+        "        socket.create_connection(('host0', 1234)).sendall(bytes(100_000))\n"
+        "        break\n"
+        "    except ConnectionRefusedError:\n"
+        "        pass\n"
+        "signal.pause()\n"
+    )
+    lines: list[str] = []
+    with cluster(2, 1, "1gbit").command(
+        [str(program)], [], lambda _, line: lines.append(line)
+    ) as processes:
+        for timeout_s in range(1, int(TIMEOUT_S)):
+            with pytest.raises(TimeoutError, match=f"after {timeout_s} s these hosts still ran"):
+                processes.wait(timeout_s, grace_s=None)
+            if "[host0] 100000\n" in lines:
+                break
+    host0, host1 = (each.carried for each in processes.on_hosts)
+    assert host0.received > 100_000
+    assert host1.sent > 100_000
+
+
+@pytest.mark.usefixtures("warm_python")
 def test_a_command_that_fails_is_told_by_its_last_lines(cluster: type[Cluster]) -> None:
     with pytest.raises(RankError, match=r"torchrun of host0 ended with status 1") as caught:
         cluster(1, 1, "1gbit").run(["sh", "-c", "echo here; exit 3"], timeout_s=TIMEOUT_S)
@@ -166,9 +247,13 @@ def test_a_rate_that_is_no_text_is_refused() -> None:
         ("host2 at step 1", "run: kill is 'host2 at step 1'; the hosts are host0 to host1"),
         ("rank 4 at step 1", "run: kill is 'rank 4 at step 1'; the ranks are 0 to 3"),
         ("rank 1 after 5", "run: kill is 'rank 1 after 5', where the time is '5'; it must be"),
+        (
+            ["host0 after 1s", "host 0 after 1000ms"],
+            "run: kill is 'host 0 after 1000ms', which is given twice; it must be given once",
+        ),
     ],
 )
-def test_a_kill_that_cannot_be_is_refused(kill: str, sentence: str) -> None:
+def test_a_kill_that_cannot_be_is_refused(kill: str | list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Cluster(2, 2, "1gbit").run(["true"], kill=kill, timeout_s=1)
 
@@ -183,6 +268,21 @@ def test_what_is_neither_a_function_nor_words_is_refused(
         Cluster(2, 2, "1gbit").run(nothing, timeout_s=1)
     with pytest.raises(TypeError, match="run: what and args must be what pickle can send"):
         Cluster(2, 2, "1gbit").run(lambda: None, timeout_s=1)
+
+
+@pytest.mark.parametrize("kill", [3, None, [3]], ids=str)
+def test_a_kill_that_is_no_text_is_refused(kill: Any) -> None:
+    with pytest.raises(TypeError, match=r"run: kill is a \w+; it must be a text such as 'host1 at"):
+        Cluster(2, 2, "1gbit").run(["true"], kill=kill, timeout_s=1)
+
+
+def test_a_command_of_other_words_or_with_args_is_refused() -> None:
+    with pytest.raises(TypeError, match="run: a word of what is a int; it must be a text"):
+        Cluster(2, 2, "1gbit").run([1, 2], timeout_s=1)  # type: ignore[list-item]
+    with pytest.raises(
+        ValueError, match=r"run: args is \(1,\); it is for a function, and a command"
+    ):
+        Cluster(2, 2, "1gbit").run(["true"], (1,), timeout_s=1)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("words", [[], ["no-such.py"], ["no-such", "true"]])

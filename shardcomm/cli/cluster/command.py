@@ -77,28 +77,28 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     write = partial(_write, sys.stderr if args.json == "-" else sys.stdout)
     try:
         with cluster.command(args.command, kills, write) as processes:
-            late = _wait(processes, args.timeout)
-            report = Report.of(cluster, kills, processes)
+            said = _wait(processes, args.timeout)
+            report = Report.of(cluster, kills, processes, failed=bool(said))
     except NoHostsError as error:
         print(f"shardcomm cluster: {error}", file=sys.stderr)
         return 1
     print(report.table(), file=sys.stderr if args.json == "-" else sys.stdout)
     report.write_json(args.json)
-    said = [late] if late else [
-        f"--kill is {kill.text!r}, which did not happen: {kill.why_not}" for kill in processes.kills.missed()
-    ]  # fmt: skip
     for sentence in said:
         print(f"shardcomm cluster: {sentence}", file=sys.stderr)
-    return report.status or int(bool(said))
+    return report.status
 
 
-def _wait(processes: Processes, timeout_s: float | None) -> str:
-    """Waits for all processes. Returns a sentence if the time was over before, or ""."""
+def _wait(processes: Processes, timeout_s: float | None) -> list[str]:
+    """Waits for all processes. Returns a sentence for each thing that has not gone as it was asked for."""
     try:
         processes.wait(timeout_s, grace_s=None)
     except TimeoutError as error:
-        return str(error)
-    return ""
+        return [str(error)]
+    return [
+        f"--kill is {kill!r}, which did not happen: {why}"
+        for kill, why in processes.kills.missed().items()
+    ]
 
 
 def _write(stdout: TextIO, stream: Stream, line: str) -> None:

@@ -46,7 +46,7 @@ class Report:
 
     Attributes:
         cluster: The cluster.
-        status: The exit status of the first torchrun that failed, or 0.
+        status: The command's exit status: that of the first torchrun that failed, or 1 if something else did.
         lines: A line for each host.
         killed_s: Of each kill that has happened, by its text: after how many seconds.
     """
@@ -57,8 +57,10 @@ class Report:
     killed_s: dict[str, float]
 
     @staticmethod
-    def of(cluster: Cluster, kills: Sequence[Kill], processes: Processes) -> Report:
-        """What has become of the hosts."""
+    def of(
+        cluster: Cluster, kills: Sequence[Kill], processes: Processes, *, failed: bool
+    ) -> Report:
+        """What has become of the hosts; `failed`: whether the time was over, or a kill has not happened."""
         statuses = [_as_of_shell(each.status) for each in processes.all]
         lines = [
             HostLine(host.name, host.address, None if host.killed else status, host.killed, *host.carried)
@@ -66,7 +68,7 @@ class Report:
         ]  # fmt: skip
         first = _as_of_shell(processes.failed[0].status) if processes.failed else 0
         killed_s = {kills[i].text: seconds for i, seconds in processes.kills.killed_s.items()}
-        return Report(cluster, first or 0, lines, killed_s)
+        return Report(cluster, first or int(failed), lines, killed_s)
 
     def table(self) -> str:
         """The table as text, in MB of a million bytes."""
