@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from shardcomm.cli.simulate import command
+from shardcomm.simulate.stragglers import slowest_factors
 from shardcomm.trace.timeline import Timeline
 from support.machines import machine
 
@@ -121,6 +122,12 @@ def test_a_sweep_finds_the_fastest_that_fits(
     assert f"{best['strategy']} over 32 ranks, prefetch {best['prefetch']}" in line
 
 
+def test_a_sweep_ends_at_the_ranks_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where no doubling of a host comes to them."""
+    found = configurations(capsys, *LLAMA, "--sweep", "--ranks", "48")
+    assert {each["ranks"] for each in found} == {8, 16, 32, 48}
+
+
 @pytest.mark.parametrize("option", ["--strategy=no_shard", "--prefetch=1", "--backward-prefetch=0"])
 def test_what_a_sweep_varies_is_not_given(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -149,6 +156,16 @@ def test_stragglers_make_steps_longer_with_the_ranks(capsys: pytest.CaptureFixtu
     (many,) = configurations(capsys, *given, "--ranks", "64")
     assert few["compute_s"] < many["compute_s"]
     assert few["step_s"] < few["p95_s"]
+
+
+def test_p95_is_what_19_of_20_steps_last_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of a rank alone is its computation, times its factor."""
+    given = (*LLAMA, "--ranks", "1", "--strategy", "no_shard", "--dtype", "fp32")
+    (even,) = configurations(capsys, *given)
+    (found,) = configurations(capsys, *given, "--stragglers", "0.5", "--steps", "20", "--seed", "3")
+    drawn = sorted(slowest_factors(0.5, 1, 20, 3))
+    assert found["p95_s"] / even["step_s"] == pytest.approx(drawn[18])
+    assert drawn[18] < 0.9 * drawn[19]
 
 
 def test_recomputation_takes_a_forward_more(capsys: pytest.CaptureFixture[str]) -> None:

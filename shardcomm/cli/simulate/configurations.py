@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,12 +107,12 @@ def _times(
 
 
 def _ranks(args: argparse.Namespace, machine: Machine) -> list[int]:
-    """The numbers of ranks; for a sweep the doublings from one host on."""
+    """The numbers of ranks; for a sweep the doublings from one host on, and what they end at."""
     if not args.sweep:
         return [args.ranks]
     swept = [min(args.ranks, machine.ranks_per_host)]
-    while swept[-1] * 2 <= args.ranks:
-        swept.append(swept[-1] * 2)
+    while swept[-1] < args.ranks:
+        swept.append(min(swept[-1] * 2, args.ranks))
     return swept
 
 
@@ -161,7 +162,7 @@ def _outcome(
     if args.stragglers:
         factors = slowest_factors(args.stragglers, plan.ranks, args.steps or 100, args.seed or 0)
     factors.sort()
-    slow = factors[min(len(factors) - 1, int(0.95 * len(factors)))]
+    slow = factors[math.ceil(0.95 * len(factors)) - 1]
     median = Simulation.of(plan, times, machine, slowest=statistics.median_high(factors))
     p95 = Simulation.of(plan, times, machine, slowest=slow)
     return Outcome(median, prefetch, tokens, p95.step_s)
