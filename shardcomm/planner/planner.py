@@ -59,7 +59,9 @@ class MemoryPlan:
 
     `print` shows it as a table. Where ranks differ, it is of the rank that holds the most. Activations are not in it,
     and neither is what the optimizer's step allocates for itself (for torch's foreach AdamW on a GPU, the parameters
-    once more). It assumes that every module runs once in a step, in the order of registration.
+    once more). It assumes that every module runs once in a step, in the order of registration, and that backward comes
+    to every unit. It comes to no frozen one in front of all trained ones, whose gathers in backward are counted all the
+    same.
 
     Attributes:
         ranks: How many ranks there are; `replicas` groups of them hold the model each.
@@ -163,7 +165,7 @@ class MemoryPlan:
             raise ValueError(f"ranks is {ranks!r}; it must be a whole number above 0, below 2**31")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
-        if optimizer not in OPTIMIZERS:
+        if optimizer not in tuple(OPTIMIZERS):  # what is no text may have no hash
             raise ValueError(
                 f"optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"
             )

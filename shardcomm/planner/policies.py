@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.mesh import Mesh
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import Strategy
@@ -82,7 +83,7 @@ def replicas_and_shards(strategy: Strategy, ranks: int, replicas: int | None) ->
         raise ValueError(
             f"strategy is 'hybrid_shard', which needs replicas: a number that divides the {ranks} ranks"
         )
-    if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
+    if not is_whole(replicas, 1) or ranks % replicas:
         raise ValueError(
             f"replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"
         )

@@ -15,6 +15,7 @@ class UnitPlan:
     Attributes:
         name: The unit's name.
         numel: How many elements the parameters of the whole unit have.
+        trained_numel: How many of them have gradients.
         shards: How many ranks hold the unit between them.
         replicas: How many times they do.
         buckets: How many buckets its parameters have, by dtype and format, each of which is gathered by itself.
@@ -46,6 +47,7 @@ class UnitPlan:
 
     name: str
     numel: int
+    trained_numel: int
     shards: int
     replicas: int
     buckets: int
@@ -92,6 +94,7 @@ class UnitPlan:
         return cls(
             name=unit.unit.name,
             numel=sum(group.layout.numel for group in groups),
+            trained_numel=sum(group.layout.numel for group in trained),
             shards=pool.shards,
             replicas=pool.replicas,
             buckets=len(groups),

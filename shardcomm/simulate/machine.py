@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from shardcomm.arguments.checks import check_type
 from shardcomm.files.json_file import read_json
 from shardcomm.files.whole_file import written_whole
 
@@ -85,6 +86,7 @@ class Machine:
         sources: For each number the place that it comes from.
 
     Raises:
+        TypeError: `sources` is no dict.
         ValueError: A number is missing, absurd or without a source; the message names it.
     """
 
@@ -110,6 +112,7 @@ class Machine:
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        check_type("Machine", "sources", self.sources, Mapping, "a dict of a text for each number")
         for field, accepted in (("origin", _ORIGINS), ("transport", _TRANSPORTS)):
             value = getattr(self, field)
             if value not in accepted:
@@ -158,8 +161,11 @@ class Machine:
 
         Raises:
             OSError: There is no such file; the message names the machines that come along.
+            TypeError: `name` is neither a text nor a path.
             ValueError: It is no machine; the message says what is wrong with it.
         """
+        accepted = "a path, or the name of a machine that comes along"
+        check_type("Machine.load", "name", name, str | Path, accepted)
         path = _FOLDER / f"{name}.json" if name in shipped() else Path(name)
         if not path.exists():
             known = ", ".join(shipped())

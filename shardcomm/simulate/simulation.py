@@ -29,6 +29,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from shardcomm.arguments.checks import check_list, check_type
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.schedule.triggers import Phase, Verb
 from shardcomm.simulate import collectives
@@ -97,11 +98,21 @@ class Simulation:
             The step: its time, and what was done when.
 
         Raises:
-            ValueError: The plan's ranks or units do not fit the others, or `slowest` is no factor; the message says
-                how.
+            TypeError: An argument is not of its type.
+            ValueError: The plan's ranks or units do not fit the others, a time is no number from 0 on, or `slowest` is
+                no factor; the message says how.
         """
+        check_type("Simulation.of", "plan", plan, MemoryPlan, "a shardcomm.MemoryPlan")
+        check_type(
+            "Simulation.of",
+            "machine",
+            machine,
+            Machine,
+            "a shardcomm.Machine, as Machine.load gives it",
+        )
+        check_list("Simulation.of", "times", times)
         _check(plan, times, machine)
-        if not 0 < slowest < math.inf:
+        if isinstance(slowest, bool) or not 0 < slowest < math.inf:
             raise ValueError(f"slowest is {slowest!r}; it must be a number above 0, and finite")
         program = _Program(plan, times, machine, slowest)
         on_host = min(plan.ranks, machine.ranks_per_host)
@@ -180,6 +191,14 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         raise ValueError(
             f"times has {len(times)} entries; the plan has {len(plan.units)} units, and each needs one"
         )
+    for unit, time in zip(plan.units, times, strict=True):
+        check_type(
+            "Simulation.of", f"times of unit {unit.name!r}", time, UnitTime, "a shardcomm.UnitTime"
+        )
+        if not all(0 <= seconds < math.inf for seconds in time):
+            raise ValueError(
+                f"times has {time!r} for unit {unit.name!r}; both must be numbers of seconds from 0 on, and finite"
+            )
     if plan.host_bytes:
         raise ValueError("plan has parameters in host memory, whose copies are not simulated")
     crosses = machine.transport == "hosts" and plan.ranks > machine.ranks_per_host

@@ -6,16 +6,20 @@ import math
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import nn
 
+from shardcomm.arguments.checks import check_flag, check_type
+from shardcomm.arguments.scalars import is_whole
 from shardcomm.simulate.machine import Machine
 from shardcomm.trace.timeline import COMMUNICATION, Span, Timeline
-from shardcomm.unit.unit import UnitParams, Units, find_units
+from shardcomm.unit.unit import OwnedParam, UnitParams, Units, find_units
 
 _FORWARD, _BACKWARD = "forward ", "backward "
+_MOST = (1 << 60) - 1  # tokens, and operations of a token
 
 
 class UnitTime(NamedTuple):
@@ -42,7 +46,9 @@ def times_by_flops(
     """Estimates each unit's compute time: its operations over `machine.flops_per_s`, plus `machine.unit_s`.
 
     A token takes two operations for each element of a matrix, except where a matrix is only looked up in
-    (`nn.Embedding`). A backward that recomputes the forward takes its time, too.
+    (`nn.Embedding`). A backward takes `machine.backward` forwards, and one more where it recomputes the forward. A
+    frozen matrix has no gradient, whose product is left out. Nor does backward come to units in front of all trained
+    parameters, in the order of registration.
 
     Args:
         model: The model, on any device.
@@ -57,16 +63,31 @@ def times_by_flops(
         The times in seconds, one for each unit, in the order of the plan's units.
 
     Raises:
-        TypeError: `units` is none of the types that `fully_shard` accepts.
-        ValueError: `units` names something that is no unit of the model; see `fully_shard`.
+        TypeError: An argument is not of its type, or `units` is none of the types that `fully_shard` accepts.
+        ValueError: A number is out of its range, or `units` names something that is no unit of the model; see
+            `fully_shard`.
     """
+    check_type("times_by_flops", "model", model, nn.Module, "a torch.nn.Module")
+    check_type("times_by_flops", "machine", machine, Machine, "a shardcomm.Machine")
+    for name, value, least in (("tokens", tokens, 1), ("attention", attention, 0)):
+        if not is_whole(value, least, _MOST):
+            raise ValueError(
+                f"times_by_flops: {name} is {value!r}; it must be a whole number from {least}, below 2**60"
+            )
+    check_flag("times_by_flops", "recompute", recompute)
+    found = find_units(model, units)
+    reached = _after_the_first_trained(model)
     times = []
-    for index, flops in enumerate(
-        unit_flops(model, tokens=tokens, units=units, attention=attention)
+    for index, (unit, flops) in enumerate(
+        zip(found, _flops_of(found, tokens, attention), strict=True)
     ):
         forward_s = flops / machine.flops_per_s + machine.unit_s
-        backward = machine.backward + (1 if recompute and index > 0 else 0)
-        times.append(UnitTime(forward_s, backward * forward_s))
+        backward_s = 0.0
+        if not reached.isdisjoint(unit.module.modules()):
+            forwards = machine.backward + (1 if recompute and index > 0 else 0)
+            frozen = _multiplied(each for each in unit.params if not each.param.requires_grad)
+            backward_s = forwards * forward_s - 2 * tokens * frozen / machine.flops_per_s
+        times.append(UnitTime(forward_s, backward_s))
     return tuple(times)
 
 
@@ -74,22 +95,34 @@ def unit_flops(
     model: nn.Module, *, tokens: int, units: Units = None, attention: int = 0
 ) -> list[int]:
     """The operations of each unit's forward; the arguments are those of `times_by_flops`."""
-    found = find_units(model, units)
-    inside = [0, *[attention] * (len(found) - 1)]
+    return _flops_of(find_units(model, units), tokens, attention)
+
+
+def _flops_of(units: Sequence[UnitParams], tokens: int, attention: int) -> list[int]:
+    inside = [0, *[attention] * (len(units) - 1)]
     return [
-        tokens * (2 * _multiplied(unit) + of_attention)
-        for unit, of_attention in zip(found, inside, strict=True)
+        tokens * (2 * _multiplied(unit.params) + of_attention)
+        for unit, of_attention in zip(units, inside, strict=True)
     ]
 
 
-def _multiplied(unit: UnitParams) -> int:
+def _multiplied(params: Iterable[OwnedParam]) -> int:
     """How many elements the matrices have by which a token is multiplied."""
     return sum(
         owned.param.numel()
-        for owned in unit.params
+        for owned in params
         if owned.param.dim() > 1
         and not all(isinstance(module, nn.Embedding) for module, _ in owned.places)
     )
+
+
+def _after_the_first_trained(model: nn.Module) -> set[nn.Module]:
+    """The modules from the first with a trained parameter of its own on, in the order of registration."""
+    frozen = takewhile(
+        lambda module: not any(p.requires_grad for p in module.parameters(recurse=False)),
+        model.modules(),
+    )
+    return set(model.modules()).difference(frozen)
 
 
 def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, ...]:

@@ -105,6 +105,16 @@ def test_computation_has_its_operations_and_bytes(tmp_path: Path) -> None:
     assert not any(node.attributes["is_cpu_op"] for node in nodes.values())
 
 
+def test_frozen_parameters_have_no_gradient_and_no_optimizer(tmp_path: Path) -> None:
+    """In backward, 2 operations a parameter for the gradient of the input, and 2 for its own if it is trained."""
+    model = chain(3)
+    model[1].requires_grad_(False)
+    plan = MemoryPlan.of(model, 2, units=nn.Linear)
+    nodes = {node.name: node.attributes for node in written(plan, tmp_path)[0]}
+    assert [nodes[f"backward {n}"]["num_ops"] for n in range(3)] == [10240, 5120, 10240]
+    assert nodes["optimizer"]["num_ops"] == 14 * 2 * 256 // 2
+
+
 def test_every_computation_has_operations_and_bytes(tmp_path: Path) -> None:
     """Also that of a unit without parameters.
 

@@ -354,6 +354,14 @@ def plan_with_policy(of_unit: str, **options: Any) -> MemoryPlan:
         ),
         (lambda: MemoryPlan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
         (
+            lambda: MemoryPlan.of(chain(), 6, strategy="hybrid_shard", replicas=True),
+            "replicas is True; for 'hybrid_shard' it must divide the 6 ranks",
+        ),
+        (
+            lambda: MemoryPlan.of(chain(), 2, optimizer=["adamw"]),  # type: ignore[arg-type]
+            r"optimizer is \['adamw'\]; accepted: 'adamw', 'momentum', 'sgd'",
+        ),
+        (
             lambda: plan_with_policy("full_shard", strategy="hybrid_shard", replicas=2),
             "unit '0' has strategy 'full_shard', which needs ranks in 1 dimension, and the model's ranks, by strategy "
             "'hybrid_shard', are in 2; give the policy a comm of its own with ranks in 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,10 @@ def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
         Machine.load(tmp_path / "text.json")
     with pytest.raises(OSError, match="no such file, and none of the machines 8xH100, 8xH200"):
         Machine.load(tmp_path / "none.json")
+
+
+def test_sources_and_names_of_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="Machine: sources is a NoneType; it must be a dict"):
+        replace(machine(), sources=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Machine.load: name is a NoneType; it must be a path, or"):
+        Machine.load(None)  # type: ignore[arg-type]

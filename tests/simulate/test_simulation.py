@@ -384,7 +384,31 @@ def test_times_of_other_units_are_refused() -> None:
         Simulation.of(plan(), TIMES[:2], machine())
 
 
-@pytest.mark.parametrize("slowest", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "time", [UnitTime(math.nan, 1.0), UnitTime(1.0, -1.0), UnitTime(math.inf, 1.0)], ids=str
+)
+def test_times_that_are_none_are_refused(time: UnitTime) -> None:
+    with pytest.raises(
+        ValueError, match=r"times has UnitTime.* for unit '2'; both must be numbers"
+    ):
+        Simulation.of(plan(), [*TIMES[:3], time], machine())
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"plan": "x"}, "plan is a str; it must be a shardcomm.MemoryPlan"),
+        ({"machine": "8xH100"}, "machine is a str; it must be a shardcomm.Machine"),
+        ({"times": 1.0}, "times is a float; it must be a list or a tuple"),
+        ({"times": [1, 2, 3, 4]}, r"times of unit '\(root\)' is a int; it must be a .*UnitTime"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"^Simulation.of: {sentence}"):
+        Simulation.of(**{"plan": plan(), "times": TIMES, "machine": machine()} | changed)
+
+
+@pytest.mark.parametrize("slowest", [0.0, -1.0, math.nan, math.inf, True])
 def test_a_factor_that_is_none_is_refused(slowest: float) -> None:
     with pytest.raises(ValueError, match=f"slowest is {slowest}; it must be a number above 0"):
         Simulation.of(plan(), TIMES, machine(), slowest=slowest)

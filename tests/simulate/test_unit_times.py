@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,57 @@ def test_times_are_operations_by_the_rate_and_what_a_unit_takes_beside_them() ->
     assert found == (UnitTime(0.5, 1.0), UnitTime(1.5, 3.0))
     again = times_by_flops(model, where, tokens=50, units=[nn.Linear], recompute=True)
     assert again == (UnitTime(0.5, 1.0), UnitTime(1.5, 4.5))
+
+
+def test_a_frozen_matrix_takes_one_product_less_in_backward() -> None:
+    """Each of two matrices has 1e6 operations in forward, which take a second, and twice as many in backward."""
+    unit = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), unit)
+    where = machine(flops_per_s=1e6, backward=2.0)
+
+    def backward_s(**options: bool) -> float:
+        *_, last = times_by_flops(model, where, tokens=50, units=[unit], **options)
+        assert last.forward_s == 2.0
+        return last.backward_s
+
+    assert backward_s() == 4.0
+    unit[1].requires_grad_(False)
+    assert backward_s() == 3.0
+    unit.requires_grad_(False)
+    assert backward_s() == 2.0  # the gradient of its input, for what is trained before it
+    assert backward_s(recompute=True) == 4.0
+
+
+def test_backward_does_not_come_to_what_is_in_front_of_all_trained_units() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), nn.GELU()) for _ in range(4)))
+    for unit in (0, 1, 3):
+        model[unit].requires_grad_(False)
+    where = machine(unit_s=1.0)
+    found = times_by_flops(model, where, tokens=1, units=list(model), recompute=True)
+    assert [each.backward_s > 0 for each in found] == [True, False, False, True, True]
+    model.requires_grad_(False)
+    found = times_by_flops(model, where, tokens=1, units=list(model))
+    assert {each.backward_s for each in found} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "sentence"),
+    [
+        ({"tokens": 0}, ValueError, "tokens is 0; it must be a whole number from 1"),
+        ({"tokens": -5}, ValueError, "tokens is -5; it must be a whole number from 1"),
+        ({"tokens": "8"}, ValueError, "tokens is '8'; it must be a whole number from 1"),
+        ({"attention": -1e9}, ValueError, "attention is -1000000000.0; it must be a whole number"),
+        ({"recompute": "no"}, ValueError, "recompute is 'no'; it must be True or False"),
+        ({"machine": "8xH100"}, TypeError, "machine is a str; it must be a shardcomm.Machine"),
+        ({"model": None}, TypeError, r"model is a NoneType; it must be a torch\.nn\.Module"),
+    ],
+)
+def test_odd_arguments_are_refused(
+    changed: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    given = {"model": nn.Linear(4, 4), "machine": machine(), "tokens": 8} | changed
+    with pytest.raises(error, match=f"^times_by_flops: {sentence}"):
+        times_by_flops(**given)
 
 
 def timeline(*spans: tuple[str, str, float, float]) -> Timeline:

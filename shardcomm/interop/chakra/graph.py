@@ -71,9 +71,12 @@ class Node:
     among: Among | None = None
 
 
-# Two operations (a product and a sum) for each parameter and token in forward, and twice as many in backward:
-# Kaplan et al., "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
-_OPS_OF_PARAMETER = {"forward": 2, "backward": 4}
+_OPS_OF_PARAMETER = 2
+"""Operations (a product and a sum) for each parameter and token: once in forward, and twice in backward.
+
+There one half is for the gradient of the input, and the other for that of the parameter, if it is trained. Source:
+Kaplan et al., "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
+"""
 
 # Operations for each element, as torch's loops without foreach have them: AdamW 1 to decay, 3 and 4 for its moments, 3
 # for the denominator, 3 to update.
@@ -186,14 +189,16 @@ class _GraphBuilder:
     def _compute(self, what: str, unit: int) -> None:
         planned = self._plan.units[unit]
         nbytes = planned.full_bytes or planned.parameter_bytes
+        multiplied = planned.numel
         if what == "backward":
             nbytes += planned.full_gradient_bytes
-        ops = _OPS_OF_PARAMETER[what] * planned.numel
+            multiplied += planned.trained_numel
+        ops = _OPS_OF_PARAMETER * multiplied
         self._computation(f"{what} {planned.name}", nbytes, ops_a_token=ops)
 
     def _end(self) -> None:
         plan = self._plan
-        elements = sum(unit.numel for unit in plan.units) // self._sizes[Among.SHARDS]
+        elements = sum(unit.trained_numel for unit in plan.units) // self._sizes[Among.SHARDS]
         ops = _OPS_OF_OPTIMIZER[plan.optimizer] * elements
         self._computation("optimizer", plan.state_bytes, ops=ops)
 
