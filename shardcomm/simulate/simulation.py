@@ -50,8 +50,8 @@ class Simulation:
         step_s: The seconds of a forward and a backward. The optimizer's step is not in it.
         compute_s: The part of it in which the rank computed, packed gradients, or was slowed in that.
         exposed_s: The part in which it waited for communication. The two make the step.
-        link_bytes: The bytes that a rank moves over each link in a step: "memory" (of CPUs; read and written), "host"
-            (its link within a host) or "network" (to other hosts).
+        link_bytes: The bytes that a rank moves in a step: over "memory" (read and written), "host" (to ranks of its
+            host) or "network" (its share of what its host sends to others).
         spans: What was done when.
 
     Example:

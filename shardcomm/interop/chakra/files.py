@@ -42,7 +42,8 @@ def write_step(
         plan: What is written, with parts of one size on all ranks.
         folder: A new or empty folder, which is made where there is none.
         tokens: How many tokens a rank computes in a step: computation is 2 operations for each parameter and token in
-            forward and 4 in backward. What attention computes besides, which depends on the context, is not counted.
+            forward and 4 in backward (2 for a frozen one). What attention computes besides, which depends on the
+            context, is not counted.
         timeline: A measured timeline of the same model, strategy and ranks: each node then has when it began and how
             long it took in the step of median duration. One of `tokens` and `timeline` is needed.
 

@@ -174,7 +174,7 @@ class _GraphBuilder:
             Verb.ALL_REDUCE: self._all_reduce,
             Verb.WAIT_REDUCE: self._wait_reduce,
         }
-        # A unit that contains others computes at the end of its forward, and so at the begin of its backward.
+        # A unit that contains others computes what is its own after theirs in forward, and before theirs in backward.
         for (phase, computing), actions, _ in plan.schedule.replay():
             if phase is Phase.POST_FORWARD:
                 self._compute("forward", computing)
