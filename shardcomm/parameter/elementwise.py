@@ -49,6 +49,11 @@ _ELEMENTWISE_FAMILIES = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sg
 class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that refuses operations which are not elementwise."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not: the wrapper for that imports all of torch.compile at the first operation, which takes seconds."""
+        return False
+
     def __init__(self, whole: Whole, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole

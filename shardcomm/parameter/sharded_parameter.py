@@ -212,13 +212,11 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _has_whole(of: Any) -> bool:
     """Whether functions may compute with `of`, which has this rank's rows, as with the whole.
 
-    Not with a parameter and for gradients, if ranks share its rows out, and this one just happens to have all: the
-    others refuse what is like a forward, and this rank would compute on until it waits for them.
+    Not if ranks share its rows out, and this one just happens to have all: the others refuse what this rank would do.
     """
     whole: Whole = of.whole
     by_chance = whole.owned is Owned.NOT and whole.is_part and not whole.in_step
-    is_forward = by_chance and isinstance(of, ShardedParameter) and torch.is_grad_enabled()
-    return whole.held is Held.WHOLE and not is_forward
+    return whole.held is Held.WHOLE and not by_chance
 
 
 def _is_values(tensor: Any) -> bool:

@@ -256,7 +256,11 @@ class UnitGradients:
             with plain():
                 hooks = list(shard._post_accumulate_grad_hooks.values())
             for hook in hooks:
-                hook(shard)
+                if hook(shard) is not None:
+                    raise RuntimeError(
+                        "a hook of register_post_accumulate_grad_hook returned a value, it must return None; change "
+                        "param.grad instead"
+                    )
         if hooked:
             self.drop()
 

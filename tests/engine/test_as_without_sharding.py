@@ -170,7 +170,7 @@ def test_an_alias_shows_what_is_written_in_place() -> None:
             p.data.mul_(0)
             assert not local(alias).any()
             shape = local(values).shape
-            p.data = values.t() if shape[0] == shape[-1] > 1 else values
+            p.data = local(values).t() if shape[0] == shape[-1] > 1 else values
             assert not local(alias).any()
             p.data.mul_(2)
             assert not local(alias).any()

@@ -90,6 +90,34 @@ def test_a_forward_past_the_modules_call_is_refused_on_every_rank(
     run_threads(body, RANKS)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.median,
+        torch.linalg.matrix_norm,
+        torch.cumsum,
+        torch.Tensor.tril_,
+        torch.t,
+        lambda rows, **_: rows[0],
+    ],
+)
+def test_what_is_refused_of_rows_is_refused_where_a_rank_happens_to_have_all(
+    function: Callable[..., object],
+) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(6, 8, bias=False)
+        fully_shard(model, comm)
+        assert (len(model.weight.to_local()) == 8) == (comm.rank == 0)
+        dim = {"dim": 0} if function is torch.cumsum else {}
+        for rows in (model.weight.detach(), model.weight.data):
+            with pytest.raises(RuntimeError, match="this rank has only its rows"):
+                function(rows, **dim)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="this rank has only its rows"):
+            function(model.weight, **dim)
+
+    run_threads(body, RANKS)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_an_export_is_made_inside_of_gathered(strategy: str) -> None:
     model, plain = twins(Chain)

@@ -26,7 +26,7 @@ from support.lightning_fabric import (
 )
 from support.lightning_ranks import OURS
 from support.lightning_saves import failed, half_removed, killed, written_later
-from support.lightning_trainer import fit, refused_by_trainer
+from support.lightning_trainer import ended_by_rank_1, fit, refused_by_trainer
 
 STEPS = 3  # before a checkpoint, and after it
 PRELOADED = [
@@ -198,6 +198,19 @@ def test_one_rank_says_whether_a_file_replaces_a_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_folder_is_not_removed_for_a_file_that_is_written_later(tmp_path: Path) -> None:
     launch(written_later, 2, (tmp_path,), timeout_s=60)
+
+
+@needs_lightning
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_the_exception_of_one_rank_leaves_a_run_whose_callback_saves_then(
+    kind: str, tmp_path: Path
+) -> None:
+    rank_0, rank_1 = launch(ended_by_rank_1, 2, (tmp_path, kind), timeout_s=60)
+    assert rank_0[0].startswith("CommError")
+    assert rank_1[0] == "KeyError('of rank 1')"
+    for _, (said,) in (rank_0, rank_1):
+        assert "a save is collective, and ranks were at different places" in said
 
 
 def test_shardcomm_imports_without_lightning() -> None:

@@ -151,6 +151,19 @@ def test_a_hook_is_not_given_part_of_a_gradient_as_all_of_it() -> None:
     run_threads(body, RANKS)
 
 
+def test_a_hook_returns_nothing_as_without_sharding() -> None:
+    def body(comm: Communicator) -> None:
+        sharded, plain = twins(chain)
+        fully_shard(sharded, comm)
+        for model in (sharded, plain):
+            param = model.blocks[0].linear.bias
+            param.register_post_accumulate_grad_hook(lambda p: p.grad * 0.5)
+            with pytest.raises(RuntimeError, match="return None"):
+                model(values(3, WIDTH)).sum().backward()
+
+    run_threads(body, RANKS)
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_backward_that_failed_shows_only_earlier_gradients_afterwards(earlier: bool) -> None:
     def body(comm: Communicator) -> None:

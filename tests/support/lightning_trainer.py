@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,39 @@ def refused_by_trainer(folder: Path) -> None:
     for average in (EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
         with pytest.raises(ValueError, match=r"averages copies .* shardcomm\.Exponential"):
             trainer(callbacks=[average]).fit(module(manual=False, late=False), loader)
+
+
+def ended_by_rank_1(folder: Path, kind: str) -> tuple[str, list[str]]:
+    """What leaves a run in which rank 1 raises, and what is warned of, where a callback saves then."""
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    from shardcomm.interop.lightning import ShardcommTrainerStrategy
+
+    quiet()
+
+    class Failing(Callback):
+        def on_train_batch_start(
+            self, trainer: Any, model: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if trainer.global_rank == 1 and batch_idx == 1:
+                raise KeyError("of rank 1")
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ShardcommTrainerStrategy(units=nn.Linear, state_dict_type=kind),  # type: ignore[arg-type]
+        max_epochs=1,
+        callbacks=[Failing(), OnExceptionCheckpoint(folder)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 8)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises((KeyError, shardcomm.CommError)) as ended:
+            trainer.fit(module(manual=False, late=False), loader)
+    said = [str(each.message) for each in caught if "no checkpoint is saved" in str(each.message)]
+    return repr(ended.value), said

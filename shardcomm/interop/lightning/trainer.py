@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -12,9 +14,10 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from shardcomm._C import CommError
 from shardcomm.checkpoint.folders import at
 from shardcomm.engine.engine import Engine
 from shardcomm.interop.lightning.shards import (
@@ -151,9 +154,12 @@ class ShardcommTrainerStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's part of a checkpoint, full on rank 0 or this rank's rows; collective. See `state_dict_type`."""
         engine = self._set_up()
-        if self._sharding.state_dict_type == "full":
-            return engine.full_state_dict(rank=0)
-        return engine.state_dict()
+        with self._exceptions_first():
+            if self._sharding.state_dict_type == "full":
+                return engine.full_state_dict(rank=0)
+            # Ranks that are in a step tell the others so, which would wait for them in torch.distributed.
+            engine.mesh.shard.barrier()
+            return engine.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """An optimizer's part of a checkpoint: this rank's rows, which `save_checkpoint` brings together."""
@@ -164,6 +170,10 @@ class ShardcommTrainerStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Saves `checkpoint`, as a file or a folder; collective. See `state_dict_type`."""
+        with self._exceptions_first():
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         path = local_path(self.broadcast(filepath), type(self).__name__)
         check_whole(
             {key: checkpoint[key] for key in checkpoint if key not in _SHARDED},
@@ -219,6 +229,26 @@ class ShardcommTrainerStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    @contextmanager
+    def _exceptions_first(self) -> Iterator[None]:
+        """A context for a save, after which an exception of one rank still leaves the run that it has ended.
+
+        Callbacks such as `OnExceptionCheckpoint` save then, which the other ranks do not.
+        """
+        ended_by = sys.exc_info()[1]
+        try:
+            yield
+        except CommError:
+            status = self.lightning_module.trainer.state.status
+            if ended_by is None or status != TrainerStatus.INTERRUPTED:
+                raise
+            warnings.warn(
+                f"{type(self).__name__}: no checkpoint is saved after {ended_by!r}: a save is collective, and ranks "
+                "were at different places of the step",
+                stacklevel=2,
+            )
+            raise ended_by  # noqa: B904 - its context is the CommError
 
     def _set_up(self) -> Engine:
         if self.engine is None:
