@@ -169,8 +169,10 @@ def test_a_program_may_have_any_text_as_its_rank(given: str, rank: int | None) -
     with subprocess.Popen(
         ["sleep", "infinity"], env={"RANK": given, "PATH": os.defpath}
     ) as program:
-        assert rank_of(program.pid) == rank
-        program.kill()
+        try:
+            assert rank_of(program.pid) == rank
+        finally:
+            program.kill()
 
 
 @pytest.mark.usefixtures("warm_python")
