@@ -51,7 +51,7 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not: the wrapper for that imports all of torch.compile at the first operation, which takes seconds."""
+        """False: torch's wrapper that skips dynamo imports all of torch.compile at the first operation."""
         return False
 
     def __init__(self, whole: Whole, name: str) -> None:

@@ -258,7 +258,7 @@ class UnitGradients:
             for hook in hooks:
                 if hook(shard) is not None:
                     raise RuntimeError(
-                        "a hook of register_post_accumulate_grad_hook returned a value, it must return None; change "
+                        "a hook of register_post_accumulate_grad_hook returned a value; it must return None, and change "
                         "param.grad instead"
                     )
         if hooked:

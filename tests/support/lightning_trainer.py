@@ -189,8 +189,8 @@ def refused_by_trainer(folder: Path) -> None:
             trainer(callbacks=[average]).fit(module(manual=False, late=False), loader)
 
 
-def ended_by_rank_1(folder: Path, kind: str) -> tuple[str, list[str]]:
-    """What leaves a run in which rank 1 raises, and what is warned of, where a callback saves then."""
+def ended_by_rank_1(folder: Path, kind: str) -> tuple[str, str, list[str]]:
+    """What leaves a run in which rank 1 raises, its context, and warnings, where a callback saves then."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
@@ -203,7 +203,10 @@ def ended_by_rank_1(folder: Path, kind: str) -> tuple[str, list[str]]:
             self, trainer: Any, model: Any, batch: Any, batch_idx: int
         ) -> None:
             if trainer.global_rank == 1 and batch_idx == 1:
-                raise KeyError("of rank 1")
+                try:
+                    raise ValueError("before it")
+                except ValueError:
+                    raise KeyError("of rank 1")  # noqa: B904 - a context of its own
 
     trainer = Trainer(
         accelerator="cpu",
@@ -222,4 +225,4 @@ def ended_by_rank_1(folder: Path, kind: str) -> tuple[str, list[str]]:
         with pytest.raises((KeyError, shardcomm.CommError)) as ended:
             trainer.fit(module(manual=False, late=False), loader)
     said = [str(each.message) for each in caught if "no checkpoint is saved" in str(each.message)]
-    return repr(ended.value), said
+    return repr(ended.value), repr(ended.value.__context__), said

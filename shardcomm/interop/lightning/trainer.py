@@ -239,16 +239,21 @@ class ShardcommTrainerStrategy(DDPStrategy):
         ended_by = sys.exc_info()[1]
         try:
             yield
-        except CommError:
+        except CommError as error:
             status = self.lightning_module.trainer.state.status
             if ended_by is None or status != TrainerStatus.INTERRUPTED:
                 raise
             warnings.warn(
-                f"{type(self).__name__}: no checkpoint is saved after {ended_by!r}: a save is collective, and ranks "
-                "were at different places of the step",
+                f"{type(self).__name__}: no checkpoint is saved after {ended_by!r}, since the ranks could not save "
+                f"together: {error}",
                 stacklevel=2,
             )
-            raise ended_by  # noqa: B904 - its context is the CommError
+            context = ended_by.__context__
+            try:
+                raise ended_by
+            finally:
+                # Its own, and not the CommError, of which the warning tells.
+                ended_by.__context__ = context
 
     def _set_up(self) -> Engine:
         if self.engine is None:
