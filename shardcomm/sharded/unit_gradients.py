@@ -258,8 +258,8 @@ class UnitGradients:
             for hook in hooks:
                 if hook(shard) is not None:
                     raise RuntimeError(
-                        "a hook of register_post_accumulate_grad_hook returned a value; it must return None, and change "
-                        "param.grad instead"
+                        "a hook of register_post_accumulate_grad_hook returned a value; it must return None, and may "
+                        "change param.grad"
                     )
         if hooked:
             self.drop()
