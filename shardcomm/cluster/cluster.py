@@ -119,7 +119,7 @@ class Cluster:
             TypeError: `what`, `args` or `kill` is of another type, or cannot be pickled.
             ValueError: `kill` or `timeout_s` is out of its range, or a command has `args`.
         """
-        given = [kill] if isinstance(kill, str) or not isinstance(kill, Sequence) else kill
+        given = kill if isinstance(kill, Sequence) and not isinstance(kill, str | bytes) else [kill]
         for each in given:
             check_type(
                 "run", "kill", each, str, "a text such as 'host1 at step 7', or a list of such"

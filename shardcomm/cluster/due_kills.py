@@ -56,7 +56,18 @@ class DueKills:
 
     def _why_not(self, kill: Kill) -> str:
         on_host = self._on_host_of(kill)
-        return f"{on_host.name} had been killed before" if on_host.killed else kill.why_not
+        killed_s = self._host_killed_s(kill)
+        if killed_s is None or (kill.after_s is not None and killed_s > kill.after_s):
+            return kill.why_not
+        return f"{on_host.name} had been killed before"
+
+    def _host_killed_s(self, kill: Kill) -> float | None:
+        """At how many seconds the kill's host was to be killed, or came to its step; None if it was not killed."""
+        host = kill.host_of(self._ranks_a_host)
+        for number, killed_s in self.killed_s.items():
+            if (of_host := self._kills[number]).host == host:
+                return killed_s if of_host.after_s is None else of_host.after_s
+        return None
 
     def has_killed(self, host: Host, rank: int | None) -> bool:
         """Whether the end of a rank, or of what starts them, on this host was asked for."""

@@ -72,12 +72,12 @@ def parse_kill(text: str) -> Kill:
 
 
 def check_there(kills: Sequence[Kill], hosts: int, ranks: int) -> None:
-    """ValueError unless there are the hosts and the ranks, of which there are `ranks` in all, and no kill is twice."""
-    told = set()
+    """ValueError unless there are the hosts and the ranks, `ranks` in all, and no kill is given twice."""
+    seen = set()
     for kill in kills:
-        if (what := replace(kill, text="")) in told:
+        if (what := replace(kill, text="")) in seen:
             raise ValueError(f"{kill.text!r}, which is given twice; it must be given once")
-        told.add(what)
+        seen.add(what)
         if kill.host is not None and kill.host >= hosts:
             raise ValueError(f"{kill.text!r}; the hosts are host0 to {name_of(hosts - 1)}")
         if kill.rank is not None and kill.rank >= ranks:

@@ -59,9 +59,9 @@ class MemoryPlan:
 
     `print` shows it as a table. Where ranks differ, it is of the rank that holds the most. Activations are not in it,
     and neither is what the optimizer's step allocates for itself (for torch's foreach AdamW on a GPU, the parameters
-    once more). It assumes that every module runs once in a step, in the order of registration, and that backward comes
-    to every unit. It comes to no frozen one in front of all trained ones, whose gathers in backward are counted all the
-    same.
+    once more). Every module is taken to run once in a step, in the order of registration, and backward is taken to
+    come to every unit. In truth it does not come to frozen units in front of all trained ones: their gathers in
+    backward are counted, though only those happen that are made ahead.
 
     Attributes:
         ranks: How many ranks there are; `replicas` groups of them hold the model each.

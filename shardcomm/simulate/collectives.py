@@ -131,7 +131,8 @@ def pack_s(unit: UnitPlan, machine: Machine) -> float:
 def _ring(nbytes: int, calls: int, group: Group, machine: Machine) -> Cost:
     """`nbytes` through all ranks, in so many calls one after the other.
 
-    Over hosts one hop of a host is the network's. The others move their bytes meanwhile, and take no time of their own.
+    Over hosts, one of a host's ranks sends over the network; the others send inside the host meanwhile, which takes no
+    time of its own.
     """
     across = group.hosts - 1
     latency_s = (group.ranks - 1 - across) * machine.host_latency_s

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import csv
 import io
-import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 from shardcomm.arguments.checks import check_list, check_type
@@ -112,7 +113,7 @@ class Simulation:
         )
         check_list("Simulation.of", "times", times)
         _check(plan, times, machine)
-        if isinstance(slowest, bool) or not 0 < slowest < math.inf:
+        if not (_is_finite(slowest) and slowest > 0):
             raise ValueError(f"slowest is {slowest!r}; it must be a number above 0, and finite")
         program = _Program(plan, times, machine, slowest)
         on_host = min(plan.ranks, machine.ranks_per_host)
@@ -186,6 +187,13 @@ def as_csv(figures: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+def _is_finite(value: object) -> bool:
+    """Whether `value` is a real number, and finite. True and False are none."""
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # type: ignore[operator]
+    )
+
+
 def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> None:
     if len(times) != len(plan.units):
         raise ValueError(
@@ -195,7 +203,7 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         check_type(
             "Simulation.of", f"times of unit {unit.name!r}", time, UnitTime, "a shardcomm.UnitTime"
         )
-        if not all(0 <= seconds < math.inf for seconds in time):
+        if not all(_is_finite(seconds) and seconds >= 0 for seconds in time):
             raise ValueError(
                 f"times has {time!r} for unit {unit.name!r}; both must be numbers of seconds from 0 on, and finite"
             )

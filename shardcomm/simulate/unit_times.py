@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -63,9 +63,9 @@ def times_by_flops(
         The times in seconds, one for each unit, in the order of the plan's units.
 
     Raises:
-        TypeError: An argument is not of its type, or `units` is none of the types that `fully_shard` accepts.
-        ValueError: A number is out of its range, or `units` names something that is no unit of the model; see
-            `fully_shard`.
+        TypeError: `model` or `machine` is not of its type, or `units` is none of the types that `fully_shard` accepts.
+        ValueError: `tokens` or `attention` is no whole number of its range, `recompute` is not True or False, or
+            `units` names something that is no unit of the model; see `fully_shard`.
     """
     check_type("times_by_flops", "model", model, nn.Module, "a torch.nn.Module")
     check_type("times_by_flops", "machine", machine, Machine, "a shardcomm.Machine")
@@ -139,7 +139,8 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
         The times in seconds, in the order of `names`.
 
     Raises:
-        ValueError: The trace has no steps, or is of several ranks, or of a model with other units.
+        ValueError: The trace has no steps, or is of several ranks, or of a model with other units; or a step has
+            several forwards of a unit whose backwards it does not show.
     """
     spans = timeline.ranks[0].spans
     if len(timeline.ranks) > 1 or any(s.nbytes for s in spans if s.row in COMMUNICATION):
@@ -158,9 +159,16 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
     if not steps:
         raise ValueError("the trace has no steps; mark them by `with trace.step(number):`")
     found: dict[str, list[float]] = defaultdict(list)
-    for step, next_s in zip(steps, [*(s.begin_s for s in steps[1:]), math.inf], strict=True):
-        within = computed[bisect_left(begins, step.begin_s) : bisect_left(begins, step.end_s)]
-        reduced = [span for span in reduces if step.begin_s <= span.begin_s < next_s]
+    of_steps = [
+        computed[bisect_left(begins, step.begin_s) : bisect_left(begins, step.end_s)]
+        for step in steps
+    ]
+    # The stream of reduces may come to a step's last ones in the forward of the next.
+    from_s = [(within or [step])[0].end_s for step, within in zip(steps, of_steps, strict=True)]
+    to_s = [*from_s[1:], math.inf]
+    for step, within, first_s, last_s in zip(steps, of_steps, from_s, to_s, strict=True):
+        _check_one_backward(step, within)
+        reduced = [span for span in reduces if first_s < span.begin_s <= last_s]
         for name, seconds in _with_unannounced(within, reduced, step.end_s).items():
             found[name].append(seconds)
     traced = {name.removeprefix(_FORWARD) for name in found if name.startswith(_FORWARD)}
@@ -201,15 +209,27 @@ def _own_times(computed: Sequence[Span]) -> dict[str, float]:
     return times
 
 
+def _check_one_backward(step: Span, computed: Sequence[Span]) -> None:
+    """ValueError if the step has several forwards of a unit, and no backward of it."""
+    times = Counter(span.name for span in computed)
+    for name, forwards in times.items():
+        unit = name.removeprefix(_FORWARD)
+        if forwards > 1 and unit != name and _BACKWARD + unit not in times:
+            raise ValueError(
+                f"the trace has {forwards} forwards of {unit!r} in {step.name!r}, and no span of their backwards; take "
+                "it of steps of one forward and one backward"
+            )
+
+
 def _with_unannounced(
     computed: Sequence[Span], reduced: Sequence[Span], end_s: float
 ) -> dict[str, float]:
     """The own times of a step, and backwards of which it has no span, as far as the rest tells how long they were.
 
-    The gradient of a unit's input announces the end of its backward, and the input of a model has none. Such a unit
-    computes before the first backward inside of it, and before its reduce: each time since other computation has ended,
-    or another such unit's reduce has begun. A frozen one without a backward inside of it has neither, and computes
-    nothing.
+    The gradient of a unit's input announces the end of its backward, and the input of a model has none. Where a
+    backward is not announced, its time is in two parts, one up to the first backward inside of it and one up to its
+    reduce. Each begins where other computation ended last, or another such unit's reduce began. A frozen unit without a
+    backward inside of it has neither part, and computes nothing.
 
     Args:
         computed: The step's computation.
@@ -233,6 +253,6 @@ def _with_unannounced(
         added[_BACKWARD + unit] = sum(
             min(moment, end_s) - min(marks[bisect_left(marks, moment) - 1], end_s)
             for moment in (first_s, reduced_s.get(unit))
-            if moment is not None
+            if moment is not None and moment > marks[0]
         )
     return added

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,11 @@ import torch
 
 import shardcomm.cluster
 from shardcomm import CommError, Communicator, RankError
-from shardcomm.cluster import Cluster, link_bytes
+from shardcomm.cluster import Cluster, due_kills, link_bytes
+from shardcomm.cluster.due_kills import DueKills
+from shardcomm.cluster.kills import parse_kill
+from shardcomm.cluster.links import LinkBytes
+from shardcomm.cluster.on_host import OnHost
 from shardcomm.cluster.pids import rank_of
 
 HOSTS, RANKS_A_HOST = 2, 2
@@ -149,6 +154,26 @@ def test_kills_by_time_of_what_has_died_with_its_host_are_told(cluster: type[Clu
         cluster(2, 1, "1gbit").run(waits, kill=kills, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("host", ["host1 after 5s", "host1 at step 5"])
+def test_a_kill_before_that_of_its_host_came_to_a_rank_that_had_ended(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank ended by itself, so that there is nothing to kill at 1 us; its host is killed after that."""
+    monkeypatch.setattr(due_kills, "pids_on", lambda _: [])
+    hosts = [SimpleNamespace(link_bytes=lambda: LinkBytes(0, 0), kill=lambda: None)] * 2
+    states = [OnHost("host0", ""), OnHost("host1", "")]
+    kills = [parse_kill("rank 1 after 1us"), parse_kill(host), parse_kill("rank 1 after 900s")]
+    due = DueKills(kills, hosts, states, 1, lambda _: None)  # type: ignore[arg-type]
+    if kills[1].step is None:
+        due.carry_out_at(time.monotonic() + 10)
+    else:
+        due.carry_out_at_step("1")
+    assert due.missed() == {
+        "rank 1 after 1us": "rank 1 had ended by then",
+        "rank 1 after 900s": "host1 had been killed before",
+    }
+
+
 def waits() -> None:
     signal.pause()
 
@@ -272,9 +297,15 @@ def test_what_is_neither_a_function_nor_words_is_refused(
         Cluster(2, 2, "1gbit").run(lambda: None, timeout_s=1)
 
 
-@pytest.mark.parametrize("kill", [3, None, [3]], ids=str)
-def test_a_kill_that_is_no_text_is_refused(kill: Any) -> None:
-    with pytest.raises(TypeError, match=r"run: kill is a \w+; it must be a text such as 'host1 at"):
+@pytest.mark.parametrize(
+    ("kill", "kind"),
+    [(3, "int"), (None, "NoneType"), ([3], "int"), (b"host0 at step 1", "bytes")],
+    ids=str,
+)
+def test_a_kill_that_is_no_text_is_refused(kill: Any, kind: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"run: kill is a {kind}; it must be a text such as 'host1 at"
+    ):
         Cluster(2, 2, "1gbit").run(["true"], kill=kill, timeout_s=1)
 
 

@@ -115,6 +115,25 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer(tmp_path: Path) -> 
     assert nodes["optimizer"]["num_ops"] == 14 * 2 * 256 // 2
 
 
+def test_backward_does_not_come_to_frozen_units_in_front(tmp_path: Path) -> None:
+    """Layers 0 to 2 are frozen. 2 is gathered ahead at backward 3; the optimizer waits for the reduces all the same."""
+    model = chain(5)
+    for layer in model[:3]:
+        layer.requires_grad_(False)
+    nodes = written(MemoryPlan.of(model, 2, units=nn.Linear), tmp_path)[0]
+    behind = [node.name for node in nodes[[n.name for n in nodes].index("backward (root)") :]]
+    assert behind == [
+        "backward (root)",
+        "backward 4",
+        "reduce 4",
+        "gather 2",
+        "backward 3",
+        "reduce 3",
+        "optimizer",
+    ]
+    assert {"reduce 4", "reduce 3"} <= {nodes[need].name for need in nodes[-1].needs}
+
+
 def test_every_computation_has_operations_and_bytes(tmp_path: Path) -> None:
     """Also that of a unit without parameters.
 
@@ -312,7 +331,7 @@ def test_computation_ends_when_its_span_does_and_begins_after_the_one_before(
 
 
 def test_a_backward_that_nothing_announces_ends_where_its_reduce_begins(tmp_path: Path) -> None:
-    """By hand, in milliseconds. Nothing is known of the backward of a unit that is not reduced: it takes no time."""
+    """By hand, in milliseconds. A unit that is not reduced either has none."""
     ms = 1e-3
     spans = (
         Span("step", "step 0", 0.0, 100 * ms, 0),
@@ -342,16 +361,20 @@ def test_a_backward_that_nothing_announces_ends_where_its_reduce_begins(tmp_path
     plan = MemoryPlan.of(frozen, 2, units=nn.Linear, slots=2)
     nodes = written(plan, tmp_path / "frozen", tokens=None, timeline=timeline)[0]
     found = {node.name: (node.start_us, node.duration_us) for node in nodes}
-    assert found["backward 0"] == (60000, 0)
+    assert "backward 0" not in found
     assert found["optimizer"] == (60000, 40000)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", [0, 2])
 def test_a_model_of_plain_layers_is_written_as_it_was_measured(
-    strategy: str, param_dtype: torch.dtype | None, tmp_path: Path
+    strategy: str, param_dtype: torch.dtype | None, frozen: int, tmp_path: Path
 ) -> None:
-    """Its input has no gradient, its root no parameters; and under no_shard gathers are casts, reduces packing."""
+    """Its input has no gradient, its root no parameters; and under no_shard gathers are casts, reduces packing.
+
+    Backward does not come to frozen layers in front, so that the first of two is not gathered for it.
+    """
     options: dict[str, Any] = {
         "units": nn.Linear,
         "strategy": strategy,
@@ -359,7 +382,10 @@ def test_a_model_of_plain_layers_is_written_as_it_was_measured(
     }
 
     def layers() -> nn.Sequential:
-        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(frozen + 2)))
+        for layer in model[:frozen]:
+            layer.requires_grad_(False)
+        return model
 
     def body(comm: Communicator) -> Timeline:
         model = layers()
@@ -372,10 +398,46 @@ def test_a_model_of_plain_layers_is_written_as_it_was_measured(
     traces = written(
         MemoryPlan.of(layers(), 2, **options), tmp_path, tokens=None, timeline=timeline
     )
-    for nodes, figures in zip(traces, timeline.figures(), strict=True):
+    for nodes, rank, figures in zip(traces, timeline.ranks, timeline.figures(), strict=True):
         computed = sum(node.duration_us for node in nodes if node.type == COMP_NODE)
         assert computed == pytest.approx(figures.compute_s * 1e6, abs=len(nodes))
-        assert next(node.duration_us for node in nodes if node.name == "backward 0") > 0
+        backwards = {node.name: node for node in nodes if node.name.startswith("backward ")}
+        first, second = f"backward {frozen}", f"backward {frozen + 1}"
+        assert set(backwards) == {first, second, "backward (root)"}
+        (begin_s,) = (s.end_s for s in rank.spans if (s.row, s.name) == ("compute", second))
+        (end_s,) = (s.begin_s for s in rank.spans if (s.row, s.name) == ("reduce", str(frozen)))
+        waited_s = sum(
+            max(0.0, min(s.end_s, end_s) - max(s.begin_s, begin_s))
+            for s in rank.spans
+            if s.row == "waiting"
+        )
+        assert backwards[first].duration_us == pytest.approx(
+            (end_s - begin_s - waited_s) * 1e6, abs=1
+        )
+
+
+def test_frozen_blocks_under_a_trained_head_are_written_as_they_were_measured(
+    tmp_path: Path,
+) -> None:
+    """The head is the root's, which is the first unit; so that only the trace tells where backward came."""
+
+    def model() -> nn.Sequential:
+        blocks = [nn.Sequential(nn.Linear(16, 16)) for _ in range(3)]
+        return nn.Sequential(*(block.requires_grad_(False) for block in blocks), nn.Linear(16, 16))
+
+    def body(comm: Communicator) -> Timeline:
+        trained = model()
+        engine = fully_shard(trained, comm, units=nn.Sequential)
+        with engine.trace() as trace, trace.step(0):
+            trained(torch.ones(4, 16)).square().mean().backward()
+        return trace.timeline()
+
+    timeline = run_threads(body, 2)[0]
+    plan = MemoryPlan.of(model(), 2, units=nn.Sequential)
+    for nodes in written(plan, tmp_path, tokens=None, timeline=timeline):
+        assert [n.name for n in nodes if "backward" in n.name] == ["backward (root)"]
+        gathers = [node.name for node in nodes if node.name.startswith("gather")]
+        assert gathers == ["gather (root)", "gather 0", "gather 1", "gather 2"]
 
 
 def test_a_simulated_timeline_is_refused_as_one(tmp_path: Path) -> None:

@@ -385,13 +385,24 @@ def test_times_of_other_units_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "time", [UnitTime(math.nan, 1.0), UnitTime(1.0, -1.0), UnitTime(math.inf, 1.0)], ids=str
+    "time",
+    [
+        (math.nan, 1.0),
+        (1.0, -1.0),
+        (math.inf, 1.0),
+        (10**400, 1.0),
+        (None, 1.0),
+        (1.0, "2"),
+        (True, 1.0),
+        (torch.tensor(1.0), 1.0),
+    ],
+    ids=lambda time: f"{time[0]!s:.9}, {time[1]!s}",
 )
-def test_times_that_are_none_are_refused(time: UnitTime) -> None:
+def test_times_that_are_none_are_refused(time: tuple[Any, Any]) -> None:
     with pytest.raises(
         ValueError, match=r"times has UnitTime.* for unit '2'; both must be numbers"
     ):
-        Simulation.of(plan(), [*TIMES[:3], time], machine())
+        Simulation.of(plan(), [*TIMES[:3], UnitTime(*time)], machine())
 
 
 @pytest.mark.parametrize(
@@ -408,9 +419,9 @@ def test_arguments_of_other_types_are_refused(changed: dict[str, Any], sentence:
         Simulation.of(**{"plan": plan(), "times": TIMES, "machine": machine()} | changed)
 
 
-@pytest.mark.parametrize("slowest", [0.0, -1.0, math.nan, math.inf, True])
-def test_a_factor_that_is_none_is_refused(slowest: float) -> None:
-    with pytest.raises(ValueError, match=f"slowest is {slowest}; it must be a number above 0"):
+@pytest.mark.parametrize("slowest", [0.0, -1.0, math.nan, math.inf, True, None, "x"])
+def test_a_factor_that_is_none_is_refused(slowest: Any) -> None:
+    with pytest.raises(ValueError, match=f"slowest is {slowest!r}; it must be a number above 0"):
         Simulation.of(plan(), TIMES, machine(), slowest=slowest)
 
 

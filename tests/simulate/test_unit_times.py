@@ -167,6 +167,51 @@ def test_a_reduce_that_begins_after_its_step_tells_of_the_step_alone() -> None:
     assert times_of_trace(traced, ["a"]) == (UnitTime(2.0, 8.0),)
 
 
+def test_a_reduce_in_the_next_steps_forward_is_that_of_the_step_before() -> None:
+    traced = timeline(
+        ("step", "step 0", 0.0, 10.0),
+        ("compute", "forward a", 0.0, 2.0),
+        ("step", "step 1", 10.0, 20.0),
+        ("reduce", "a", 10.5, 11.0),
+        ("compute", "forward a", 10.0, 12.0),
+        ("reduce", "a", 20.0, 21.0),
+    )
+    assert times_of_trace(traced, ["a"]) == (UnitTime(2.0, 8.0),)
+
+
+def test_no_time_is_negative() -> None:
+    """Also where a step was marked in the middle of another one: nothing had ended when its first backward began."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 20.0),
+        ("reduce", "outer", 0.5, 1.0),
+        ("compute", "backward a", 0.0, 2.0),
+        ("compute", "forward outer", 2.0, 9.0),
+        ("compute", "forward a", 3.0, 6.0),
+    )
+    assert times_of_trace(traced, ["outer", "a"]) == (UnitTime(4.0, 0.0), UnitTime(3.0, 2.0))
+
+
+@pytest.mark.parametrize("reduced", [True, False], ids=["each reduces", "the last reduces"])
+def test_steps_of_several_micro_batches_are_refused(reduced: bool) -> None:
+    """Which of them the backward of a was in is not known."""
+
+    def micro_batch(begin_s: float, *, reduces: bool) -> list[tuple[str, str, float, float]]:
+        spans = [
+            ("compute", "forward a", begin_s, begin_s + 2),
+            ("compute", "forward b", begin_s + 2, begin_s + 5),
+            ("compute", "backward b", begin_s + 5, begin_s + 10),
+            ("reduce", "a", begin_s + 14, begin_s + 15),
+        ]
+        return spans if reduces else spans[:-1]
+
+    step = ("step", "step 0", 0.0, 40.0)
+    first, last = micro_batch(0.0, reduces=reduced), micro_batch(15.0, reduces=True)
+    with pytest.raises(ValueError, match="has 2 forwards of 'a' in 'step 0', and no span of their"):
+        times_of_trace(timeline(step, *first, *last), ["a", "b"])
+    inner = [span for span in (*first, *last) if not span[1].endswith("a")]
+    assert times_of_trace(timeline(step, *inner), ["b"]) == (UnitTime(6.0, 10.0),)
+
+
 def test_a_frozen_unit_to_which_backward_does_not_come_computes_nothing_in_it() -> None:
     traced = timeline(
         ("step", "step 0", 0.0, 30.0),

@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--memory", type=memory, metavar="SIZE",
         help="say which configuration is the fastest whose peak fits into this, such as 40GB or 80GiB")
     add("--sweep", action="store_true",
-        help="simulate all strategies, prefetch depths from 0 to 2, and doublings from one host to --ranks")
+        help="simulate all strategies, prefetch depths from 0 to 2, doublings from one host up to --ranks, and --ranks")
     add("--trace", metavar="FILE",
         help="write the step as a trace, for `shardcomm trace` and Perfetto; needs --strategy")
     add("--json", metavar="FILE", help="write all figures to this file, too; - for stdout")

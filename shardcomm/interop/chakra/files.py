@@ -11,7 +11,7 @@ from shardcomm.arguments.scalars import is_whole
 from shardcomm.files.whole_file import written_whole
 from shardcomm.interop.chakra import schema
 from shardcomm.interop.chakra.graph import Among, Kind, Node, StepGraph
-from shardcomm.interop.chakra.measured import Time, times
+from shardcomm.interop.chakra.measured import Time, reached, times
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.trace.timeline import SIMULATED, Timeline
 
@@ -42,8 +42,8 @@ def write_step(
         plan: What is written, with parts of one size on all ranks.
         folder: A new or empty folder, which is made where there is none.
         tokens: How many tokens a rank computes in a step: computation is 2 operations for each parameter and token in
-            forward and 4 in backward (2 for a frozen one). What attention computes besides, which depends on the
-            context, is not counted.
+            forward and 4 in backward (2 for a frozen one, and none in frozen units in front of all trained ones). What
+            attention computes besides, which depends on the context, is not counted.
         timeline: A measured timeline of the same model, strategy and ranks: each node then has when it began and how
             long it took in the step of median duration. One of `tokens` and `timeline` is needed.
 
@@ -62,9 +62,11 @@ def write_step(
         raise ValueError(
             "tokens and timeline are None; give tokens, of which operations follow, or a measured timeline"
         )
-    graph = StepGraph.of(plan)
+    step = None if timeline is None else _median_step(plan, timeline)
+    came = None if step is None else set().union(*map(reached, step.ranks))
+    graph = StepGraph.of(plan, came)
     groups = _Groups(graph)
-    measured = _measured(graph, timeline)
+    measured = None if step is None else [tuple(times(graph, each)) for each in step.ranks]
     into = Path(folder)
     into.mkdir(parents=True, exist_ok=True)
     if any(into.iterdir()):
@@ -121,9 +123,7 @@ def _members(among: Among, graph: StepGraph) -> Iterator[Sequence[int]]:
     yield from (range(first, first + size) for first in range(0, graph.ranks, size))
 
 
-def _measured(graph: StepGraph, timeline: Timeline | None) -> list[tuple[Time, ...]] | None:
-    if timeline is None:
-        return None
+def _median_step(plan: MemoryPlan, timeline: Timeline) -> Timeline:
     if not isinstance(timeline, Timeline):
         raise TypeError(f"timeline is a {type(timeline).__name__}; it must be a Timeline")
     if timeline.clock == SIMULATED:
@@ -133,11 +133,11 @@ def _measured(graph: StepGraph, timeline: Timeline | None) -> list[tuple[Time, .
     if not timeline.steps():
         raise ValueError("timeline has no steps; mark them by trace.step(n)")
     step = timeline.only(timeline.median_step())
-    if [each.rank for each in step.ranks] != list(range(graph.ranks)):
+    if [each.rank for each in step.ranks] != list(range(plan.ranks)):
         raise ValueError(
-            f"timeline is of {len(step.ranks)} ranks, and plan of {graph.ranks}; they must be the same ranks"
+            f"timeline is of {len(step.ranks)} ranks, and plan of {plan.ranks}; they must be the same ranks"
         )
-    return [tuple(times(graph, each)) for each in step.ranks]
+    return step
 
 
 def _encoded(

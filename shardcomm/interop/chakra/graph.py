@@ -71,6 +71,9 @@ class Node:
     among: Among | None = None
 
 
+# Of a trigger in backward that does not fire. What it would have reduced or awaited, the end of backward does.
+_OF_FULL = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
+
 _OPS_OF_PARAMETER = 2
 """Operations (a product and a sum) for each parameter and token: once in forward, and twice in backward.
 
@@ -111,8 +114,13 @@ class StepGraph:
         return traffic.all_reduce_bytes(node.nbytes, size)
 
     @classmethod
-    def of(cls, plan: MemoryPlan) -> StepGraph:
+    def of(cls, plan: MemoryPlan, reached: Collection[str] | None = None) -> StepGraph:
         """The graph of a step of `plan`.
+
+        Args:
+            plan: The plan.
+            reached: The names of the units to which backward comes. None: all from the first with a trained parameter
+                on, and those around them.
 
         Raises:
             ValueError: Ranks hold parts of different sizes, some units are on other ranks than the rest, or the plan
@@ -146,7 +154,9 @@ class StepGraph:
             Among.REPLICAS: plan.replicas,
         }
         containers = _containers(plan.schedule.triggers())
-        nodes = _in_order(_GraphBuilder(plan, sizes, containers).nodes)
+        if reached is None:
+            reached = {plan.units[unit].name for unit in _from_the_first_trained(plan)}
+        nodes = _in_order(_GraphBuilder(plan, sizes, containers, reached).nodes)
         names = frozenset(plan.units[unit].name for unit in containers)
         return cls(nodes, sizes, plan.ranks, names)
 
@@ -155,7 +165,11 @@ class _GraphBuilder:
     """Goes through a step's triggers, and notes what each node needs."""
 
     def __init__(
-        self, plan: MemoryPlan, sizes: Mapping[Among, int], containers: Collection[int]
+        self,
+        plan: MemoryPlan,
+        sizes: Mapping[Among, int],
+        containers: Collection[int],
+        reached: Collection[str],
     ) -> None:
         self.nodes: list[Node] = []
         self._plan = plan
@@ -176,13 +190,16 @@ class _GraphBuilder:
         }
         # A unit that contains others computes what is its own after theirs in forward, and before theirs in backward.
         for (phase, computing), actions, _ in plan.schedule.replay():
+            in_backward = phase in (Phase.PRE_BACKWARD, Phase.POST_BACKWARD)
+            fires = not in_backward or plan.units[computing].name in reached
             if phase is Phase.POST_FORWARD:
                 self._compute("forward", computing)
-            elif phase is Phase.POST_BACKWARD and computing not in containers:
+            elif phase is Phase.POST_BACKWARD and fires and computing not in containers:
                 self._compute("backward", computing)
             for verb, unit, _ in actions:
-                do[verb](unit)
-            if phase is Phase.PRE_BACKWARD and computing in containers:
+                if fires or verb not in _OF_FULL:
+                    do[verb](unit)
+            if phase is Phase.PRE_BACKWARD and fires and computing in containers:
                 self._compute("backward", computing)
         self._end()
 
@@ -284,6 +301,15 @@ def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
         replace(nodes[old], needs=tuple(sorted(moved[need] for need in nodes[old].needs)))
         for old in order
     )
+
+
+def _from_the_first_trained(plan: MemoryPlan) -> set[int]:
+    """The first unit with a trained parameter, those behind it, and those around them."""
+    for unit, planned in enumerate(plan.units):
+        if planned.trained_numel:
+            order = plan.schedule.order
+            return {each for _, each in order[order.index(Trigger(Phase.PRE_FORWARD, unit)) :]}
+    return set()
 
 
 def _containers(triggers: tuple[Trigger, ...]) -> set[int]:

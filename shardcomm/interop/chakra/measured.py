@@ -10,6 +10,15 @@ from shardcomm.trace.timeline import RankTimeline, Span
 _ROUNDED_BYTES = 64  # a timeline counts each bucket of a unit by itself, and rounds what it sends
 
 
+def reached(step: RankTimeline) -> set[str]:
+    """The names of the units to which backward came. To frozen ones in front of all trained ones it does not."""
+    return {
+        span.name.removeprefix("backward ")
+        for span in step.spans
+        if span.row == "reduce" or (span.row == "compute" and span.name.startswith("backward "))
+    }
+
+
 class Time(NamedTuple):
     """When a node began, in seconds since its step did, and how long it took."""
 
