@@ -22,7 +22,8 @@ void use_instruction_set(InstructionSet set);
 
 // `Loop` is a type with one always-inlined `static void run(...)`; best_of<Loop>() is a pointer to
 // its best version. Loops that permute and narrow much are faster in halves of AVX-512's vectors,
-// with its instructions all the same: best_of<Loop, 256>().
+// with its instructions all the same: best_of<Loop, 256>(). With SHARDCOMM_PLAIN_LOOPS the only
+// version is the baseline's, for builds whose compiler makes no vectors anyway.
 template <class Loop, class Signature = decltype(Loop::run)>
 struct Versions;
 
@@ -48,7 +49,7 @@ struct Versions<Loop, void(Args...)> {
 template <class Loop, int kVectorBits = 512>
 auto best_of() {
   static_assert(kVectorBits == 512 || kVectorBits == 256);
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SHARDCOMM_PLAIN_LOOPS)
   switch (instruction_set()) {
     case InstructionSet::avx512:
       if constexpr (kVectorBits == 256) return &Versions<Loop>::avx512_in_256;

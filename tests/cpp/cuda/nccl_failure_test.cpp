@@ -46,20 +46,20 @@ void late_rank_ends_the_others(const Comm& comm) {
     // It comes when the others have given up, and learns it too.
     return require_text(comm_error([&] {
                           float value = 1;
-                          std::this_thread::sleep_for(std::chrono::seconds(2));
+                          std::this_thread::sleep_for(std::chrono::seconds(4));
                           reduce(comm, &value, queue);
                           queue.finish();
                           while (true) comm->barrier(0, queue.get());
                         }),
-                        "did not complete in 0.5 s");
+                        "did not complete in 1 s");
   }
   const auto begin = Clock::now();
   float value = 1;
   reduce(comm, &value, queue);
   queue.finish();  // its kernel was ended
-  require(seconds_since(begin) < 1.9, "the stream drains at the deadline");
+  require(seconds_since(begin) < 3.9, "the stream drains at the deadline");
   const std::string error = comm_error([&] { comm->barrier(0, queue.get()); });
-  require_text(error, "reduce_scatter(f32, count 1, sum) #2 did not complete in 0.5 s");
+  require_text(error, "reduce_scatter(f32, count 1, sum) #2 did not complete in 1 s");
   require(error == comm_error([&] { comm->allocate(8, Use::reduce); }), "the first failure stays");
 }
 
@@ -74,7 +74,7 @@ void rank_that_never_connects_ends_the_others(const Comm& comm) {
     comm->barrier(0, queue.get());
   });
   require(seconds_since(begin) < 10, "it ends at the deadline");
-  require_text(error, "#1 did not complete in 0.5 s");
+  require_text(error, "#1 did not complete in 1 s");
 }
 
 void first_exchange_is_under_the_deadline(const Comm& comm) {
@@ -90,7 +90,7 @@ void first_exchange_is_under_the_deadline(const Comm& comm) {
     queue.finish();
     comm->barrier(0, queue.get());
   });
-  require_text(error, "reduce_scatter(bf16, count 1, sum) #1 did not complete in 0.5 s");
+  require_text(error, "reduce_scatter(bf16, count 1, sum) #1 did not complete in 1 s");
 }
 
 void error_of_nccls_own_threads_is_seen(const Comm& comm) {
@@ -179,7 +179,7 @@ void refused_call_ends_the_communicator(const Comm& comm) {
     queue.finish();
     comm->barrier(0, queue.get());
   });
-  require_text(error, comm->rank() == 1 ? "NCCL: " : "did not complete in 0.5 s");
+  require_text(error, comm->rank() == 1 ? "NCCL: " : "did not complete in 1 s");
   const std::string again = comm_error([&] { reduce(comm, &value, queue); });
   require(error == again, "the first failure stays");
 }
@@ -334,7 +334,7 @@ void connecting(const char* name, const FakeNccl& fake, const char* expected, bo
         if (interrupt && rank == 0) throw Interrupt{};
       });
       require_text(
-          comm_error([&] { make_nccl(id, rank, kRanks, rank, {0.5, CtaPolicy::standard, "one"}); }),
+          comm_error([&] { make_nccl(id, rank, kRanks, rank, {1, CtaPolicy::standard, "one"}); }),
           expected);
     } catch (const Interrupt&) {
     }
@@ -356,7 +356,7 @@ int main(int, char** arguments) {
   }
   if (version() >= 22800) what_cannot_be_aborted_ends_the_process(CtaPolicy::zero);
   Setting soon;
-  soon.deadline_s = 0.5;
+  soon.deadline_s = 1;
   on_ranks("late rank", soon, late_rank_ends_the_others);
   if (version() >= 22200) {
     Setting never = soon;
@@ -407,8 +407,8 @@ int main(int, char** arguments) {
   connecting("refused init", fake, "attach() #1", false);
   fake = {};
   fake.never_inits = 1;
-  connecting("absent rank", fake, "attach() #1 did not complete in 0.5 s", false);
-  connecting("interrupted init", fake, "attach() #1 did not complete in 0.5 s", true);
+  connecting("absent rank", fake, "attach() #1 did not complete in 1 s", false);
+  connecting("interrupted init", fake, "attach() #1 did not complete in 1 s", true);
   if (brings_back()) {  // an older one has nobody to end its thread: it is left alone
     setenv("NCCL_COMM_BLOCKING", "0", 1);
     connecting("init that does not block", {}, "NCCL_COMM_BLOCKING=0 in the environment", false);
@@ -416,7 +416,7 @@ int main(int, char** arguments) {
   }
 
   fake.late_handle = true;
-  connecting("handle null until done", fake, "attach() #1 did not complete in 0.5 s", false, true);
+  connecting("handle null until done", fake, "attach() #1 did not complete in 1 s", false, true);
   std::puts("good");
   return 0;
 }

@@ -508,12 +508,12 @@ void graphs(const Comm& comm) {
 // Memory goes when its owner lets go of it: on any thread, at any time, in any order.
 void memory_is_let_go_of() {
   Setting setting;
-  setting.deadline_s = 0.5;
+  setting.deadline_s = 1;
   on_ranks("memory is let go of", setting, [](const Comm& comm) {
     const Queue queue(comm);
     auto first = comm->allocate(4096, Use::gather);
     auto second = comm->allocate(4096, Use::gather);
-    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nobody is late
+    std::this_thread::sleep_for(std::chrono::milliseconds(1200));  // nobody is late
     std::thread other([&] {
       for (int i = 0; i < 20; ++i) first = nullptr;
       auto& kept = comm->rank() == 0 ? first : second;
