@@ -94,11 +94,18 @@ class OptimizerState:
             state_dict: What `state_dict()` gave, or the same with full tensors.
 
         Raises:
-            ValueError: `state_dict` is of other parameters, or groups them otherwise.
+            ValueError: `state_dict` is of other parameters, groups them otherwise, or has a value of another shape;
+                no value is changed then.
         """
         self._check_groups(state_dict["param_groups"])
         given_state = state_dict["state"]
         self._make_missing_state({p for p, _ in self._held() if self._names[p] in given_state})
+        for param, of in self._held():
+            name = self._names[param]
+            current = _shown(of, self._optimizer.state.get(param, {}))
+            for key, value in given_state.get(name, {}).items():
+                if isinstance(current.get(key), torch.Tensor):
+                    check_value("load_state_dict", f"{key} of {name}", current[key], value)
         for param, of in self._held():
             name = self._names[param]
             if name not in given_state:
@@ -108,7 +115,6 @@ class OptimizerState:
             current = _shown(of, state)
             for key, value in given_state[name].items():
                 if isinstance(current.get(key), torch.Tensor):
-                    check_value("load_state_dict", f"{key} of {name}", current[key], value)
                     load_value(current[key], value)
                 else:
                     state.update({key: value} if of is None else of.taken({key: value}))

@@ -18,5 +18,5 @@ def written_whole(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _HALFWAY and Path(path).is_file():  # neither a device nor a pipe
-            Path(path).unlink()
+            Path(path).resolve().unlink()  # and not a link to it
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -84,10 +84,9 @@ class ExponentialMovingAverage:
                 for p in bucket.shards:
                     rows[p] = average.as_strided(p.shape, p.stride(), p.storage_offset())
         parts = parts_of(engine.units)
-        self._state = {
-            _PREFIX + name: parts[param].of(rows.get(param, param))
-            for name, param in engine.model.named_parameters(remove_duplicate=False)
-        }
+        named = {_PREFIX + n: p for n, p in engine.model.named_parameters(remove_duplicate=False)}
+        self._state = {n: parts[p].of(rows[p]) for n, p in named.items() if p in rows}
+        self._integers = {n: (parts[p], p) for n, p in named.items() if p not in rows}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -148,11 +147,14 @@ class ExponentialMovingAverage:
         """
         self._check_not_applied("state_dict")
         self._engine.elsewhere.check("ExponentialMovingAverage.state_dict")
-        return {_COUNT: torch.tensor(self.n_averaged), **self._state}
+        # Copies, since DCP loads into what it gets here.
+        with plain():
+            integers = {n: part.of(p.detach().clone()) for n, (part, p) in self._integers.items()}
+        return {_COUNT: torch.tensor(self.n_averaged), **self._state, **integers}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads this rank's part of an average. No communication.
+        """Loads this rank's part of an average. No communication. Parameters of integers stay the model's own.
 
         Args:
             state_dict: What `state_dict()` gave, or full tensors by the same names.
@@ -166,7 +168,7 @@ class ExponentialMovingAverage:
         check_type(
             "load_state_dict", "state_dict", state_dict, Mapping, "a mapping of names to values"
         )
-        expected = {_COUNT, *self._state}
+        expected = {_COUNT, *self._state, *self._integers}
         if expected != state_dict.keys():
             raise ValueError(
                 f"load_state_dict: state_dict lacks {sorted(expected - state_dict.keys())} and has unknown "
@@ -190,16 +192,28 @@ class ExponentialMovingAverage:
         with plain():  # graphs of the trained parameters stay right: these come back unchanged
             versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(self._params)
         with versions:
-            self._swap()
+            space = self._space()
+            self._swap(space)
             try:
                 yield
             finally:
-                self._swap()
+                self._swap(space)
+
+    def _space(self) -> dict[torch.device, torch.Tensor]:
+        """Memory for the largest shard of each device: a swap takes none, and so does not fail in its middle."""
+        most: dict[torch.device, int] = {}
+        for shard in self._shards:
+            most[shard.device] = max(shard.nbytes, most.get(shard.device, 0))
+        return {
+            device: torch.empty(nbytes, dtype=torch.uint8, device=device)
+            for device, nbytes in most.items()
+        }
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self, space: Mapping[torch.device, torch.Tensor]) -> None:
         for shard, average in zip(self._shards, self._averages, strict=True):
-            kept = shard.clone()
+            kept = space[shard.device][: shard.nbytes].view(shard.dtype).view(shard.shape)
+            kept.copy_(shard)
             shard.copy_(average)
             average.copy_(kept)
         written(self._params)

@@ -59,7 +59,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         with plain():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        here = found.get(found_inf.device, found_inf)  # a rank without rows has found nothing
-        anywhere = here.to(self._mesh.device)
+        # Of each device on which it has gradients: units may be offloaded. A rank without rows has found nothing.
+        here = [each.to(self._mesh.device) for each in (found_inf, *found.values())]
+        anywhere = torch.stack(here).amax(dim=0)
         self._mesh.all_reduce(anywhere, "max")
-        return {here.device: anywhere.to(here.device)}
+        return {found_inf.device: anywhere.to(found_inf.device)}

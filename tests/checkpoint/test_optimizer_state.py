@@ -132,10 +132,16 @@ def test_a_load_into_an_optimizer_without_state_is_a_copy_that_is_checked() -> N
         second.step()
         for state, before in zip(first.state.values(), kept, strict=True):
             assert_equal(state, before)
-        name, state = next(iter(given["state"].items()))
-        wrong = {name: {**state, "exp_avg": torch.zeros(7, 3)}}
+        name, state = [*given["state"].items()][-1]
+        wrong = {**given["state"], name: {**state, "exp_avg": torch.zeros(7, 3)}}
+        third = adamw(model)
+        for _ in range(2):
+            third.step()
+        kept = [{k: v.clone() for k, v in state.items()} for state in third.state.values()]
         with pytest.raises(ValueError, match=re.escape(f"exp_avg of {name} has shape (7, 3)")):
-            engine.optimizer_state(adamw(model)).load_state_dict({**given, "state": wrong})
+            engine.optimizer_state(third).load_state_dict({**given, "state": wrong})
+        for state, before in zip(third.state.values(), kept, strict=True):
+            assert_equal(state, before)
 
     run_threads(body, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -64,6 +65,36 @@ def test_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(
         return torch.equal(local(model.weight), before), scaler.get_scale()
 
     assert run_threads(body, 3) == [(True, 2.0)] * 3
+
+
+@pytest.mark.covers("loss scaling, NaN and Inf")
+def test_an_inf_on_another_device_of_one_rank_skips_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where some units are offloaded, torch looks at the gradients of each device by themselves."""
+    of_torch = torch.amp.GradScaler._unscale_grads_
+    ranks = threading.local()
+
+    def of_two_devices(scaler: GradScaler, *args: Any) -> dict[torch.device, torch.Tensor]:
+        another = torch.full((), float(ranks.rank == 1))
+        return {**of_torch(scaler, *args), torch.device("cpu", 1): another}
+
+    monkeypatch.setattr(torch.amp.GradScaler, "_unscale_grads_", of_two_devices)
+
+    def body(comm: Communicator) -> tuple[bool, float]:
+        ranks.rank = comm.rank
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = sgd_of(model)
+        scaler = GradScaler(engine, init_scale=4.0)
+        param = next(model.parameters())
+        before = local(param).clone()
+        scaler.scale(loss_of(model, batch(comm.rank, 0))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return torch.equal(local(param), before), scaler.get_scale()
+
+    assert run_threads(body, 2) == [(True, 2.0)] * 2
 
 
 @pytest.mark.covers("loss scaling, NaN and Inf", "mixed precision")

@@ -29,6 +29,20 @@ def test_nothing_is_left_of_what_does_not_fit(option: str, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_left_behind_a_link(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+
+    def write_half() -> None:
+        with written_whole(link):
+            link.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        write_half()
+    assert not target.exists()
+
+
 def test_a_trace_that_does_not_fit(tmp_path: Path) -> None:
     spans = tuple(Span("gather", f"unit {i}", i * 1.0, i + 0.5, 64) for i in range(100))
     timeline = Timeline((RankTimeline(0, spans, {}),), "a clock")

@@ -166,6 +166,46 @@ def test_the_trained_parameters_are_back_after_an_exception() -> None:
     with_sharded(body)
 
 
+def test_memory_that_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = twins(Chain)
+    ema = ExponentialMovingAverage(fully_shard(model, Communicator.local_group(1)[0]))
+    ema.update()
+    step(model, 0)
+    before = [p.detach().clone() for p in model.parameters()]
+    clone, clones = torch.Tensor.clone, iter([True])
+
+    def out_of_memory(*args: Any, **_: Any) -> torch.Tensor:
+        if args and isinstance(args[0], torch.Tensor) and next(clones, False):
+            return clone(args[0])
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", out_of_memory)
+        patched.setattr(torch, "empty", out_of_memory)
+        with pytest.raises(MemoryError), ema.applied():
+            pass
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+
+
+def test_integers_stay_the_models_own(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    ema = ExponentialMovingAverage(engine)
+    ema.update()
+    dcp.save({"ema": ema}, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        model.table.add_(1)
+        model.weight.add_(1)
+    ema.update()
+    dcp.load({"ema": ema}, checkpoint_id=tmp_path)
+    assert ema.n_averaged == 1
+    assert model.table.tolist() == [1, 2, 3, 4]
+    with ema.applied():
+        assert model.table.tolist() == [1, 2, 3, 4]
+
+
 @pytest.mark.covers("averages of parameters", "failed ranks")
 def test_the_trained_parameters_are_back_after_a_rank_has_failed() -> None:
     def body(comm: Communicator) -> None:

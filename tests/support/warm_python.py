@@ -109,7 +109,10 @@ def _serve(listener: socket.socket, python: str) -> None:
 def _keep(client: socket.socket) -> None:
     said, received, _, _ = socket.recv_fds(client, 1 << 20, _MOST_DESCRIPTORS)
     pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    place = os.pidfd_open(pid)
+    try:
+        place = os.pidfd_open(pid)
+    except ProcessLookupError:  # the client has ended
+        return
     _enter(place, _PROCESSES)  # which the next process is in
     program = os.fork()
     if program == 0:
