@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from shardcomm.checkpoint.folders import (
     check_directory,
     checkpoint_folder,
     complete_steps,
+    last_changed,
     partial_folder,
     partial_folders,
     remove,
@@ -43,7 +44,7 @@ from shardcomm.checkpoint.manifest import (
     sync,
     sync_folders,
 )
-from shardcomm.checkpoint.together import sentence, together
+from shardcomm.checkpoint.together import together
 from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.checkpoint.writer import Writer, check_writer
 from shardcomm.comm.communicator import Communicator
@@ -66,7 +67,7 @@ class Checkpoints:
         keep: How many complete checkpoints are kept, at least 1; a save removes older ones, but not its own.
 
     Attributes:
-        directory: As given, as a Path.
+        directory: As given, as an absolute Path. So it stays the same where the program changes its current folder.
         comm: As given.
 
     Raises:
@@ -97,13 +98,15 @@ class Checkpoints:
             raise ValueError(
                 f"Checkpoints: keep is {keep!r}; it must be a whole number of at least 1"
             )
-        self.directory = check_directory(directory)
+        self.directory = check_directory(directory).absolute()
         self.comm = comm
         self._keep = keep
         self._background = ThreadPoolExecutor(1, "checkpoints")
         self._pending: tuple[int, Path, Future[None]] | None = None
         # For each step that this object has saved or read: why it is damaged, or None. The same on every rank.
         self._damage: dict[int, str | None] = {}
+        # When the folders of these were changed last, on rank 0: of a folder that differs now, nothing is known.
+        self._seen: dict[int, tuple[int | None, int | None]] = {}
         self._verified: int | None = None  # the load that follows need not read this step again
         self._has_begun = False  # a save; on rank 0
 
@@ -111,28 +114,33 @@ class Checkpoints:
         """Finds the newest checkpoint that is whole; collective.
 
         A checkpoint that this object has not saved itself is read, each file by one rank, and compared with its
-        manifest. If it is damaged, rank 0 warns, and the one before it is read. The next save renames damaged ones.
+        manifest. If it is damaged, rank 0 warns, and the one before it is read. The next save renames damaged ones. An
+        `async_save` that is under way is waited for first.
 
         Returns:
             The step, the same on every rank; None if there are no checkpoints.
 
         Raises:
             CheckpointError: There are checkpoints, and none is whole; or a file could not be read, for another reason
-                than damage.
+                than damage; or, as `wait` raises it, an `async_save` failed. Another call then goes on without it.
             CommError: As `save`.
         """
-        with self._together("no checkpoint was found", self.directory):
-            there = complete_steps(self.directory) if self.comm.rank == 0 else []
-        [steps, *_] = all_gather_bytes(self.comm, json.dumps(there).encode())
-        passed_over = []
-        for step in reversed(json.loads(steps)):
+        self.wait()
+        steps = self._steps()
+        passed_over: list[str] = []
+        while steps:
+            step = steps.pop()
             known = step in self._damage
             if not known:
                 self._damage[step] = self._find_damage(step)
             reason = self._damage[step]
             if reason is None:
                 self._verified = self._verified if known else step
-                return int(step)
+                return step
+            if not known and step not in (now := self._steps()):
+                # Another program has removed it meanwhile, since there is a newer one.
+                steps, passed_over = now, []
+                continue
             passed_over.append(reason)
             if not known and self.comm.rank == 0:
                 warnings.warn(
@@ -150,7 +158,11 @@ class Checkpoints:
 
         When all ranks have left the context, the folder becomes a checkpoint. If a rank leaves it by an exception, or
         dies, the folder never does. An `async_save` that is under way is waited for first. A checkpoint that `latest`
-        or `load` found damaged is renamed, so that its step can be saved again.
+        or `load` found damaged is renamed, so that its step can be saved again. An older one that cannot be removed
+        stays, and the next save tries again.
+
+        If a rank raises an exception before it calls `dcp.save`, the other ranks wait for it in DCP's group, and it
+        waits for them in `comm`, until the group's timeout or the deadline of `comm`. Only then they raise.
 
         Args:
             step: The number of the step: whole, at least 0, and the same on every rank.
@@ -161,9 +173,9 @@ class Checkpoints:
         Raises:
             ValueError: `step` is not as described, or there is a checkpoint of it. It is raised on every rank, and
                 nothing is written.
-            CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, another run has
-                begun to save into the directory, or another rank failed. On every rank the message gives the reasons
-                of all ranks that failed.
+            CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, a rank does not
+                see the folder that rank 0 has made, another run has begun to save into the directory, or another rank
+                failed. On every rank the message gives the reasons of all ranks that failed.
             CommError: A rank died, or did not come. It is raised at once while `comm` waits for that rank, or DCP does
                 over a group of the backend "shardcomm". Over another group DCP may wait longer: Gloo does not end a
                 send that was under way when its receiver died before the group's timeout.
@@ -186,16 +198,15 @@ class Checkpoints:
                 }
                 self._complete(step, partial, files)
         self._damage[step] = None
-        with self._together(_not_removed(step), self.directory):
-            if self.comm.rank == 0:
-                self._remove_old(saved=step)
+        if self.comm.rank == 0:
+            self._remove_old(saved=step)
 
     def async_save(self, step: int, write: Callable[[Path], Future[Any]]) -> None:
         """Begins to save a checkpoint, and returns while the save goes on in the background; collective.
 
-        There is one save at a time: `async_save`, `save` and `wait` first wait for the one before, and raise its errors
-        as `save` would. The folder becomes a checkpoint when it is written and rank 0, alone, has read it for the
-        manifest. Call `wait` to be sure of the last one.
+        There is one save at a time: `async_save`, `save`, `wait`, `latest` and `load` first wait for the one before,
+        and raise its errors as `save` would. The folder becomes a checkpoint when it is written and rank 0, alone, has
+        read it for the manifest. Call `wait` to be sure of the last one.
 
         Args:
             step: As in `save`.
@@ -248,7 +259,10 @@ class Checkpoints:
         """A context that loads a checkpoint: it gives the folder from which every rank reads; collective.
 
         First each file is read by one rank and compared with the manifest, unless `latest` has just done so. What DCP
-        would unpickle is checked, too.
+        would unpickle is checked, too. An `async_save` that is under way is waited for before all this.
+
+        If a rank raises an exception before it calls `dcp.load`, the other ranks wait for it in DCP's group, and it
+        waits for them in `comm`, until the group's timeout or the deadline of `comm`. Only then they raise.
 
         Args:
             step: The step, as `latest` returns it.
@@ -258,10 +272,12 @@ class Checkpoints:
 
         Raises:
             CheckpointError: There is no checkpoint of this step, it is damaged, it would have DCP unpickle what is
-                refused, or not all ranks could load it.
+                refused, or not all ranks could load it; or, as `wait` raises it, an `async_save` failed. Another call
+                then goes on without it.
             ValueError: `step` is no whole number of at least 0, or not the same on every rank.
             CommError: As `save`.
         """
+        self.wait()
         self._check_step("load", step)
         what, folder = f"the checkpoint of step {step} was not loaded", self._path(step)
         with self._together(what, folder):
@@ -285,6 +301,20 @@ class Checkpoints:
         with self._together(what, folder):
             yield folder
 
+    def _steps(self) -> list[int]:
+        """The steps that rank 0 sees, in order; what is known of other folders than these is forgotten. Collective."""
+        with self._together("no checkpoint was found", self.directory):
+            there = complete_steps(self.directory) if self.comm.rank == 0 else []
+        known = [step for step in there if self._is_as_seen(step)]
+        [steps, *_] = all_gather_bytes(self.comm, json.dumps([there, known]).encode())
+        there, known = cast("list[list[int]]", json.loads(steps))
+        self._damage = {step: why for step, why in self._damage.items() if step in known}
+        return there
+
+    def _is_as_seen(self, step: int) -> bool:
+        """Whether the folder of `step` is still that of which `_damage` tells; on rank 0."""
+        return step in self._seen and self._seen[step] == last_changed(self._path(step))
+
     def _begin(self, operation: str, step: int) -> Path:
         """Makes the folder into which ranks write the checkpoint of `step`; collective."""
         self.wait()
@@ -293,9 +323,12 @@ class Checkpoints:
         with self._together(_not_saved(step), self.directory):
             if self._has_begun:
                 check_writer(_not_saved(step), self.directory)
-        [own, *_] = all_gather_bytes(self.comm, partial_folder(complete).name.encode())
-        partial = self.directory / own.decode()
         damaged = [other for other, reason in self._damage.items() if reason is not None]
+        damaged = [other for other in damaged if self._is_as_seen(other)]
+        own = json.dumps([partial_folder(complete).name, damaged])
+        [of_rank_0, *_] = all_gather_bytes(self.comm, own.encode())
+        name, damaged = cast("tuple[str, list[int]]", json.loads(of_rank_0))
+        partial = self.directory / name
         with self._together(_not_saved(step), self.directory):
             if step not in damaged and complete.exists():
                 raise ValueError(
@@ -313,13 +346,21 @@ class Checkpoints:
                 for other in damaged:
                     set_aside(self._path(other))
                 partial.mkdir()
-        for other in damaged:
-            del self._damage[other]
+        self._damage = {other: None for other, reason in self._damage.items() if reason is None}
+        with self._saving(step, partial):
+            if not partial.is_dir():
+                raise CheckpointError(
+                    f"{_not_saved(step)}: rank {self.comm.rank}: {partial}: rank 0 has made this folder, and this rank "
+                    "does not see it; all ranks must see it, on a file system that they share"
+                )
         return partial
 
     def _find_damage(self, step: int) -> str | None:
         """Why the checkpoint of `step` is damaged, the same on every rank; None if it is whole. Collective."""
         folder, found = self._path(step), ""
+        self._damage.pop(step, None)
+        if self.comm.rank == 0:
+            self._seen[step] = last_changed(folder)
         with self._together(f"the checkpoint of step {step} could not be read", folder):
             try:
                 manifest = Manifest.read(folder, step)
@@ -358,11 +399,7 @@ class Checkpoints:
             raise
         if self.comm.rank == 0:
             self._complete(step, partial, {n: _synced(partial / n) for n in files_in(partial)})
-            try:
-                self._remove_old(saved=step)
-            except OSError as error:
-                reason = f"{_not_removed(step)}: rank 0: {sentence(error, self.directory)}"
-                raise CheckpointError(reason) from error
+            self._remove_old(saved=step)
 
     def _complete(self, step: int, partial: Path, files: dict[str, FileEntry]) -> None:
         """Makes `partial` a checkpoint of `files`, which must be on the disk. One rank calls it."""
@@ -385,13 +422,17 @@ class Checkpoints:
             raise CheckpointError(
                 f"{_not_saved(step)}: another run has saved it meanwhile: {self._path(step)}"
             ) from error
+        self._seen[step] = last_changed(self._path(step))
         sync(self.directory)
 
     def _remove_old(self, saved: int) -> None:
-        for step in complete_steps(self.directory)[: -self._keep]:
-            if step == saved:  # by a run that goes on from an earlier step than the newest
-                continue
-            remove(self._path(step))
+        """Removes older checkpoints. The new one is complete, so what cannot be removed stays until the next save."""
+        with suppress(OSError):
+            for step in complete_steps(self.directory)[: -self._keep]:
+                if step == saved:  # by a run that goes on from an earlier step than the newest
+                    continue
+                with suppress(OSError):
+                    remove(self._path(step))
 
     @contextmanager
     def _saving(self, step: int, partial: Path) -> Iterator[None]:
@@ -419,7 +460,3 @@ def _synced(path: Path) -> FileEntry:
 
 def _not_saved(step: int) -> str:
     return f"the checkpoint of step {step} was not saved"
-
-
-def _not_removed(step: int) -> str:
-    return f"the checkpoint of step {step} was saved, but those before it were not removed"

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from shardcomm.checkpoint.manifest import sync
+from shardcomm.checkpoint.manifest import MANIFEST, sync
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
@@ -117,6 +117,14 @@ def set_aside(damaged: Path) -> None:
         damaged.rename(aside)
 
 
+def last_changed(folder: Path) -> tuple[int | None, int | None]:
+    """When a checkpoint's folder and its manifest were last changed; another checkpoint of the same step differs in it.
+
+    Numbers of inodes are left out: over some network file systems the same folder gets another one after a while.
+    """
+    return _changed(folder), _changed(folder / MANIFEST)
+
+
 def check_directory(given: str | os.PathLike[str]) -> Path:
     """Makes the directory if it is not there; ValueError if it has no name, cannot be made, or cannot be written to."""
     if not os.fspath(given):
@@ -131,6 +139,12 @@ def check_directory(given: str | os.PathLike[str]) -> Path:
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: the folder cannot be written to")
     return directory
+
+
+def _changed(path: Path) -> int | None:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return None
 
 
 def _beside(path: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -161,6 +162,71 @@ def test_what_a_load_finds_damaged_makes_way_too(tmp_path: Path) -> None:
 
     assert run_threads(body, 2) == [2, 2]
     load(tmp_path, 2)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+def test_what_was_found_damaged_is_looked_at_again_once_it_has_been_saved_anew(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002/.metadata", 77)
+    os.utime(tmp_path / "step-00000002/manifest.json", (0, 0))  # long before it is saved anew
+
+    def body(comm: Communicator) -> None:
+        saving, late, reading = (Checkpoints(tmp_path, comm) for _ in range(3))
+        for checkpoints in (saving, late, reading):
+            assert checkpoints.latest() == 1
+        save_alone(saving, 2)
+        assert reading.latest() == 2
+        with pytest.raises(ValueError, match="step is 2, of which there is a checkpoint: /"):
+            save_alone(late, 2)
+        save_alone(late, 3)
+
+    run_threads(body, 2)
+    assert complete_steps(tmp_path) == [2, 3]
+    load(tmp_path, 2)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+def test_a_load_that_could_not_read_leaves_no_older_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002/.metadata", 77)
+    os.utime(tmp_path / "step-00000002/manifest.json", (0, 0))
+    late, saving = alone(tmp_path), alone(tmp_path)
+    for checkpoints in (late, saving):
+        assert checkpoints.latest() == 1
+    save_alone(saving, 2)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Manifest, "verify_share", fail)
+        with pytest.raises(CheckpointError, match="Too many open"), late.load(2):
+            pass
+    save_alone(late, 3)
+    load(tmp_path, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_another_program_removes_meanwhile_is_not_damaged(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = alone(tmp_path, keep=1)
+    save_alone(other, 1)
+    verify_share = Manifest.verify_share
+
+    def save_and_verify(self: Manifest, folder: Path, rank: int, ranks: int) -> None:
+        if rank == 0 and self.step == 1:
+            save_alone(other, 2)
+        verify_share(self, folder, rank, ranks)
+
+    monkeypatch.setattr(Manifest, "verify_share", save_and_verify)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the checkpoint of step")
+        assert run_threads(lambda comm: Checkpoints(tmp_path, comm).latest(), ranks) == [2] * ranks
 
 
 def test_the_manifest_is_what_an_independent_reader_computes(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -117,7 +120,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_written(tmp_path: P
         for step in (1, 2):
             written: Future[None] = Future()
             checkpoints.async_save(step, lambda path: written)  # noqa: B023
-            assert checkpoints.latest() == (step - 1 or None)
+            assert Checkpoints(tmp_path, comm).latest() == (step - 1 or None)
             [partial] = tmp_path.glob(f"step-0000000{step}.*.partial")
             (partial / str(comm.rank)).write_text(str(step))
             comm.barrier()  # all ranks have written
@@ -152,6 +155,95 @@ def test_what_went_wrong_in_the_background_is_raised_by_the_next_save(tmp_path: 
 
     run_threads(body, 2)
     assert complete_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("reading", ["latest", "load"])
+def test_reading_waits_for_the_save_in_the_background(reading: str, tmp_path: Path) -> None:
+    """Else that could remove what is being read."""
+
+    def read(checkpoints: Checkpoints) -> None:
+        if reading == "latest":
+            assert checkpoints.latest() == 1
+            return
+        with checkpoints.load(1) as path:
+            assert (path / str(checkpoints.comm.rank)).read_text() == "1"
+
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm, keep=1)
+        write(checkpoints, 1, comm.rank)
+        failed: Future[None] = Future()
+        failed.set_exception(OSError(28, "No space left", f"of rank {comm.rank}"))
+        checkpoints.async_save(2, lambda path: failed)
+        with pytest.raises(CheckpointError, match=r"step 2 was not saved: .*No space left"):
+            read(checkpoints)
+        read(checkpoints)  # it is told once
+        checkpoints.async_save(3, lambda path: written(path, comm.rank))
+        if reading == "latest":
+            assert checkpoints.latest() == 3
+        else:
+            message = r"it is not in .*; the steps there: 3$"
+            with pytest.raises(CheckpointError, match=message), checkpoints.load(1):
+                pass
+
+    run_threads(body, 2)
+
+
+def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpoints = Checkpoints("run", Communicator.local_group(1)[0])
+    write(checkpoints, 1, 0)
+    done: Future[None] = Future()
+
+    def begin(path: Path) -> Future[None]:
+        (path / "0").write_text("2")
+        return done
+
+    checkpoints.async_save(2, begin)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done.set_result(None)
+    checkpoints.wait()
+    assert checkpoints.latest() == 2
+    write(checkpoints, 3, 0)
+    with checkpoints.load(3) as path:
+        assert (path / "0").read_text() == "3"
+    assert complete_steps(tmp_path / "here/run") == [2, 3]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("named", ["step-00000001", "step-00000001.*.partial"])
+def test_an_old_one_that_cannot_be_removed_stays_until_the_next_save(
+    named: str, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its name nor, once that is gone, its files."""
+    comm = Communicator.local_group(1)[0]
+    for step in (1, 2):
+        write(Checkpoints(tmp_path, comm), step, 0)
+    checkpoints = Checkpoints(tmp_path, comm, keep=1)
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def refused(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *args: Any, **options: Any) -> Any:
+            if path.match(named):
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+            return function(path, *args, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refused(rename))
+        patched.setattr(shutil, "rmtree", refused(rmtree))
+        if in_background:
+            checkpoints.async_save(3, lambda path: written(path, 0))
+            checkpoints.wait()
+        else:
+            write(checkpoints, 3, 0)
+    [left] = {path.name for path in tmp_path.glob("step-*")} - {"step-00000003"}
+    assert Path(left).match(named)
+    write(checkpoints, 4, 0)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "writer.json"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,31 @@ def test_of_many_ranks_that_fail_some_are_named_and_the_rest_counted(tmp_path: P
     [said] = set(run_threads(body, 6))
     assert said.count("No space left") == 4
     assert said.endswith("rank 3: of-3: No space left; and 2 ranks more")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_rank_that_does_not_see_the_folder_ends_the_save(
+    in_background: bool, tmp_path: Path
+) -> None:
+    """Such as one on another host, where the directory is on that host's own disk."""
+
+    def body(comm: Communicator) -> str:
+        checkpoints = Checkpoints(tmp_path / str(comm.rank), comm)
+        entered = []
+        with pytest.raises(CheckpointError) as caught:  # noqa: PT012
+            if in_background:
+                checkpoints.async_save(2, lambda path: entered.append(path) or Future())
+            else:
+                with checkpoints.save(2) as path:
+                    entered.append(path)
+        assert entered == []
+        return str(caught.value)
+
+    [said] = set(run_threads(body, 3))
+    for rank in (1, 2):
+        assert re.search(rf"rank {rank}: {tmp_path}/{rank}/step-00000002\.\w+\.partial: ", said)
+    assert said.startswith("the checkpoint of step 2 was not saved: rank 1: ")
+    assert said.count("all ranks must see it, on a file system that they share") == 2
 
 
 def test_the_newest_is_that_which_rank_0_sees(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from shardcomm import Communicator
 from shardcomm.checkpoint.checkpoints import Checkpoints
 
 
-def alone(directory: Path) -> Checkpoints:
-    return Checkpoints(directory, Communicator.local_group(1)[0])
+def alone(directory: Path, keep: int = 2) -> Checkpoints:
+    return Checkpoints(directory, Communicator.local_group(1)[0], keep=keep)
 
 
 def state(step: int) -> dict[str, Any]:
