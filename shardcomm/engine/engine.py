@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -207,7 +207,7 @@ class Engine:
             for bucket, _ in unit.buckets:
                 bucket.grad_scale = unit.mesh.size / factor
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; collective.
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number. Gradients of
@@ -215,14 +215,26 @@ class Engine:
 
         Args:
             max_norm: The largest norm, at least 0. `math.inf` scales nothing.
+            norm_type: 2. `torch.nn.utils.clip_grad_norm_(engine.model.parameters(), ...)` takes other norms.
 
         Returns:
             The norm before scaling, of no dims, in float32, or in float64 if a parameter is. It is on the device of
             `mesh`.
 
         Raises:
-            ValueError: `max_norm` is not a number of at least 0.
+            TypeError: `max_norm` is a list, as of parameters.
+            ValueError: `max_norm` is not a number of at least 0, or `norm_type` is not 2.
         """
+        if isinstance(max_norm, Iterable) and not isinstance(max_norm, (str, torch.Tensor)):
+            raise TypeError(
+                "clip_grad_norm_: max_norm is a list of parameters; it must be a number of at least 0. It clips all "
+                "of the engine's model; torch.nn.utils.clip_grad_norm_ takes a list"
+            )
+        if norm_type != 2:
+            raise ValueError(
+                f"clip_grad_norm_: norm_type is {norm_type!r}; it must be 2. "
+                f"torch.nn.utils.clip_grad_norm_(engine.model.parameters(), ...) takes other norms"
+            )
         limit = math.nan
         with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
             limit = math.nan if isinstance(max_norm, str) else float(max_norm)

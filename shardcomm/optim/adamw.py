@@ -28,6 +28,9 @@ from torch.optim.optimizer import ParamsT
 
 from shardcomm.parameter.optimizer_steps import without_compiler
 
+_CHOICES = {"fused": True, "foreach": False, "capturable": False, "differentiable": False}
+"""What torch's AdamW leaves to the caller of how a step is computed, and what it is here."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # the last one under `amsgrad`
 
 
@@ -50,6 +53,11 @@ class AdamW(torch.optim.AdamW):
         weight_decay: The factor of decoupled weight decay.
         amsgrad: Whether to use the largest average of squares so far.
         maximize: Whether to go up the gradient instead of down.
+        choices: PyTorch's `fused=True`, and `foreach`, `capturable` and `differentiable` as False. They change nothing.
+
+    Raises:
+        TypeError: PyTorch's AdamW has no such argument either.
+        ValueError: A choice is another than these, or a number is none that PyTorch accepts.
 
     Example:
         ```python
@@ -74,7 +82,18 @@ class AdamW(torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        **choices: bool | None,
     ) -> None:
+        for name, given in choices.items():
+            if name not in _CHOICES:
+                raise TypeError(
+                    f"AdamW: there is no argument {name}=; accepted are those of torch.optim.AdamW"
+                )
+            if given is not None and given is not _CHOICES[name]:
+                raise ValueError(
+                    f"AdamW: {name} is {given!r}; its steps are fused ones, so that it must be {_CHOICES[name]}, or be "
+                    f"left out. torch.optim.AdamW(..., {name}={given!r}) takes this model's parameters, too"
+                )
         self._plans: dict[int, _Plan] = {}  # by index of the group
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True

@@ -356,6 +356,20 @@ def test_norms(norm: Any) -> None:
         engine.clip_grad_norm_(right)
 
 
+def test_calls_of_torchs_clip_grad_norm() -> None:
+    engine = fully_shard(nn.Linear(2, 2), COMM)
+    params = engine.model.parameters()
+    check(
+        lambda: engine.clip_grad_norm_(params, 1.0),
+        "max_norm is a list of parameters; it must be a number",
+    )
+    check(
+        lambda: engine.clip_grad_norm_(1.0, math.inf),
+        "norm_type is inf; it must be 2. torch.nn.utils.clip_grad_norm_",
+    )
+    engine.clip_grad_norm_(1.0, norm_type=2)
+
+
 @pytest.mark.parametrize("factor", ["x", 0, math.inf, 1e-300, 10**400, True])
 def test_divide_factors(factor: Any) -> None:
     engine = fully_shard(nn.Linear(2, 2), COMM)

@@ -171,6 +171,17 @@ def test_sparse_gradients_are_refused() -> None:
         AdamW(table.parameters()).step()
 
 
+def test_torchs_choices_of_how_it_is_computed_are_taken_or_named() -> None:
+    params = [nn.Parameter(torch.zeros(4))]
+    AdamW(params, fused=True, foreach=False, capturable=False, differentiable=None)
+    with pytest.raises(ValueError, match=r"AdamW: foreach is True; .* it must be False.*left out"):
+        AdamW(params, foreach=True)
+    with pytest.raises(ValueError, match=r"AdamW: fused is False; .* it must be True.*left out"):
+        AdamW(params, fused=False)
+    with pytest.raises(TypeError, match="there is no argument momentum="):
+        AdamW(params, momentum=None)
+
+
 def test_permuted_parameters_are_neighbours_too() -> None:
     """As the layout stores those that are cut along another dim than the first."""
     memory, grads = torch.randn(2, 2 * LANES, 2)
