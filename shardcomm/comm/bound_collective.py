@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
+from shardcomm.comm.pending import channel_of
 from shardcomm.stream.streams import (
     AnyEvent,
     AnyStream,
@@ -103,7 +104,7 @@ class BoundCollective:
             if tensor.data_ptr() != address:
                 self._refuse(name)
         if self._queued:
-            self._comm.order.come_after_queued(self.operation, self._comm.check)
+            self._comm.order.come_after_queued(channel_of(self.operation), self._comm.check)
         self._run()
 
     def start(self, stream: AnyStream) -> Work:

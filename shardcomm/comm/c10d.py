@@ -474,7 +474,7 @@ class C10dCommunicator(Communicator):
                     self._running.pop(channel, None)
 
         if stream is None:
-            self.order.come_after_queued(operation, self.check)
+            self.order.come_after_queued(channel, self.check)
             guarded()
         elif isinstance(stream, _C.Stream) and stream.handle:
             # torch's groups use torch's current stream.

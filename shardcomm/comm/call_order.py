@@ -34,20 +34,20 @@ class CallOrder:
         if self._on_host and event is not FIRED:
             self.last[channel_of(operation)] = get_ident(), event
 
-    def come_after_queued(self, operation: str, check: Callable[[], None]) -> None:
-        """Waits for what this thread has queued on the channel of `operation`, which it is about to run.
+    def come_after_queued(self, channel: Channel, check: Callable[[], None]) -> None:
+        """Waits for what this thread has queued on `channel`, on which it is about to run a blocking collective.
 
         Args:
-            operation: The blocking collective.
+            channel: The blocking collective's.
             check: The communicator's `check`, which raises if it has ended, or if the process was forked.
 
         Raises:
             CommError: The communicator has ended.
             Exception: What ended the queued collective, or kept it from running.
         """
-        last = self.last.get(channel_of(operation))
+        last = self.last.get(channel)
         if last is None or last[0] != get_ident():
             return
         check()
-        self.last.pop(channel_of(operation), None)
+        self.last.pop(channel, None)
         last[1].wait()

@@ -66,6 +66,7 @@ class CoreCommunicator(Communicator):
                 "allocate: the current stream is captured in a CUDA graph, and ranks cannot agree on memory meanwhile; "
                 "run the step once before it is captured"
             )
+        self.order.come_after_queued(use, self.check)
         memory = self._core.allocate(numel * dtype.itemsize, _USES[use])
         if self.device.type == "cpu":
             return from_dlpack(memory.as_dlpack()).view(dtype)
@@ -366,7 +367,7 @@ class CoreCommunicator(Communicator):
             check_stream(operation, stream)
         on = self._on(stream)
         if on is None:
-            self.order.come_after_queued(operation, self.check)
+            self.order.come_after_queued(pending.channel_of(operation), self.check)
             call()
         else:
             call.enqueue(on)

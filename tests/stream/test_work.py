@@ -77,13 +77,18 @@ def test_a_blocking_call_comes_after_what_a_bucket_has_begun() -> None:
         other = Bucket.from_tensors({"w": torch.ones(8, N)}, comm)
         grads = [torch.ones(8, N)]
         streams = comm.streams
-        for blocking in (*[calls[name] for name in ORDERED[0]], lambda _: other.all_gather()):
+        for blocking in (
+            *[calls[name] for name in ORDERED[0]],
+            lambda _: comm.allocate(N, use="gather"),
+            lambda _: other.all_gather(),
+        ):
             streams.gather.enqueue(lambda: shut.wait(0.01))
             work = bucket.all_gather(async_op=True)
             blocking(None)
             assert work.is_completed()
         for blocking in (
             *[calls[name] for name in ORDERED[1]],
+            lambda _: comm.allocate(N, use="reduce"),
             lambda _: other.reduce_scatter(grads),
         ):
             streams.reduce.enqueue(lambda: shut.wait(0.01))
