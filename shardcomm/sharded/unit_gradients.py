@@ -131,6 +131,9 @@ class UnitGradients:
         self._params = [param for _, params in self._buckets for param in params]
         self.awaited: set[int] = set()
         self._trained = self._buckets  # those whose gradients this backward leaves
+        # Those of which `keep` has ended a backward that is not published yet: they may have been frozen since. Other
+        # ranks have the same ones, even if this rank had no gradient.
+        self._owed: list[tuple[Bucket, Sequence[ParamGradient]]] = []
         self.awaits_replicas = False
         self._kept = False  # whether `keep` has ended a backward since the latest was published
 
@@ -154,7 +157,7 @@ class UnitGradients:
             self._trained = [
                 entry
                 for entry in self._buckets
-                if any(p.full.requires_grad or p.holds_earlier for p in entry[1])
+                if entry in self._owed or any(param.full.requires_grad for param in entry[1])
             ]
 
     def join(self) -> None:
@@ -190,6 +193,8 @@ class UnitGradients:
                     if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
                         param.add(bucket.reduce_dtype)
                     param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
+        if self.stage is not EMPTY:
+            self._owed = self._trained
         self._kept = True
         awaiting.add(self)
 
@@ -304,6 +309,7 @@ class UnitGradients:
     def _await_no_reduce(self) -> None:
         if self._kept:
             self._kept = False
+            self._owed = []
             for param in self._params:
                 param.whole.awaits_reduce = False
             awaiting.discard(self)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardcomm import Communicator, Engine, MemoryPlan, Mesh, MixedPrecision, fully_shard
 from shardcomm.parameter.plain import grad_of
 from support.thread_ranks import run_mesh, run_threads
-from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, local, twins, values
 
 
 @pytest.mark.covers("frozen and tied parameters")
@@ -128,16 +128,88 @@ def test_zero_grad_keeps_what_no_sync_summed() -> None:
     run_threads(body, 2)
 
 
+def earlier_backward_and_a_freeze(engine: Engine, model: nn.Module, plain: nn.Module) -> None:
+    """A backward whose gradients stay with the ranks, then one in which a unit, and a bias, are frozen."""
+    for net in (model, plain):
+        with contextlib.ExitStack() as kept:
+            if net is model and engine.mesh.replicate.size == 1:
+                kept.enter_context(engine.no_sync())
+            engine.set_requires_all_reduce(False)
+            net(values(3, WIDTH)).square().mean().backward()
+        net.get_submodule("blocks.1").requires_grad_(False)
+        net.get_parameter("blocks.2.linear.bias").requires_grad_(False)
+        engine.set_requires_all_reduce(True)
+        net(values(3, WIDTH, seed=2)).square().mean().backward()
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_what_no_sync_kept_of_a_parameter_that_is_frozen_then_is_reduced(strategy: str) -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
         engine = fully_shard(model, comm, strategy=strategy)
+        earlier_backward_and_a_freeze(engine, model, plain)
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("then", ["looks", "trains on"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_awaits_an_all_reduce_as_a_parameter_is_frozen_is_reduced_once(
+    shards: int, then: str
+) -> None:
+    def body(mesh: Mesh) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, mesh, strategy="hybrid_shard")
+        earlier_backward_and_a_freeze(engine, model, plain)
+        for net in (model, plain) if then == "trains on" else ():
+            net.zero_grad()
+            net.requires_grad_(True)
+            net(values(3, WIDTH, seed=3)).square().mean().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_mesh(body, 2, shards)
+
+
+def test_what_no_sync_kept_on_one_rank_alone_is_reduced_though_it_is_frozen_then() -> None:
+    class Skipped(Block):
+        is_on = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.is_on else x * 1
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(Skipped))
+        engine = fully_shard(model, comm)
         for net in (model, plain):
-            with engine.no_sync() if net is model else contextlib.nullcontext():
-                net(values(3, WIDTH)).square().mean().backward()
-            net.get_submodule("blocks.1").requires_grad_(False)
+            skipped = net.get_submodule("blocks.1")
+            assert isinstance(skipped, Skipped)
+            for is_on in (True, False) if net is plain else (comm.rank == 0,):
+                skipped.is_on = is_on
+                with engine.no_sync():
+                    (net(values(3, WIDTH)).square().mean() / (2 if net is plain else 1)).backward()
+            skipped.is_on = True
+            skipped.requires_grad_(False)
             net(values(3, WIDTH, seed=2)).square().mean().backward()
         assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_marks_that_a_forward_sets_are_of_the_gathered_copy_alone() -> None:
+    class Marked(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear.weight.requires_grad_(False)
+            self.linear.bias.seen = True  # type: ignore[attr-defined]
+            return super().forward(x)
+
+    def body(comm: Communicator) -> None:
+        model = Chain(Marked)
+        fully_shard(model, comm)
+        for _ in range(2):
+            model(values(3, WIDTH)).sum().backward()
+        weight, bias = model.blocks[0].parameters()
+        assert weight.requires_grad
+        assert not hasattr(bias, "seen")
 
     run_threads(body, 2)
