@@ -68,7 +68,11 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
         host, at = point or ("127.0.0.1", _announced_port(own, timeout))
         if point is not None and rank == 0 and not launcher_keeps_it:
             if at not in _kept:
-                _kept[at] = _serve(host, at, _loopback_socket(host, at), timeout)
+                listening = _loopback_socket(host, at)
+                # Torch connects to a store that it makes. Where `host` is not this one, or no name that is known, its
+                # attempts would outlive the deadline, and may abort a process that ends meanwhile.
+                own_host = "127.0.0.1" if listening is None else host
+                _kept[at] = _serve(own_host, at, listening, timeout)
             at = _kept[at].port
         _await_listener(host, at, until)
         # The first exchange waits for the others, and says who has not come.

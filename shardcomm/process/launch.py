@@ -1,7 +1,7 @@
 """N ranks as local processes, with the environment that torchrun would give them.
 
 The launcher's process keeps the rendezvous store and watches the ranks. The ranks come from a fork server that has
-loaded torch, so that a rank starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left::
+loaded torch, so that a rank starts in milliseconds. Whatever happens to a rank or to the launcher, no rank is left::
 
     launcher ──► fork server ──► ranks
              │               the kernel kills a rank when the server ends, also one that is stopped
@@ -74,7 +74,8 @@ def launch(
     process that the function forks is no rank: it ends when it comes back from the function, and its result is dropped.
     A rank may launch ranks of its own. When all ranks have returned, each ends as a program does: it waits for its
     threads, runs its `atexit` functions, and ends the processes that it started by multiprocessing. A rank that takes
-    longer than 5 s for that, or than `timeout_s` for the whole, is killed. Whatever happens, no process is left.
+    longer than 5 s for that, or than `timeout_s` for the whole, is killed. Whatever happens, no rank is left. What a
+    rank has started by `os.fork` or `subprocess` may outlive it, as after any program.
 
     Args:
         fn: The function. It must be one of a module, since it is pickled by its name.

@@ -143,6 +143,20 @@ def test_killed_rank_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     assert "Traceback" not in message
 
 
+def test_the_process_that_launched_ranks_prints_its_stacks_and_goes_on(
+    long_run: subprocess.Popen[str],
+) -> None:
+    long_run.send_signal(signal.SIGUSR1)
+    assert long_run.stderr is not None
+    shown = ""
+    while "in no group of several ranks" not in shown:
+        line = long_run.stderr.readline()
+        assert line, shown
+        shown += line
+    assert "in launch" in shown
+    os.kill(ranks_of(long_run)[0], 0)
+
+
 def test_ctrl_c_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     os.killpg(long_run.pid, signal.SIGINT)  # as a terminal does it
     _, err = long_run.communicate(timeout=20)

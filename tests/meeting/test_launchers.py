@@ -397,6 +397,17 @@ def test_a_rank_without_a_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         Communicator.from_env(deadline_s=0.3)
 
 
+def test_rank_0_at_the_name_of_no_host_ends_with_its_error() -> None:
+    program = "import shardcomm; shardcomm.Communicator.from_env(deadline_s=0.5)"
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nobody.invalid"}
+    [ended] = run_each(program, [first | {"MASTER_PORT": port}])
+    assert ended.returncode == 1
+    assert re.search(r"which was not reached within 0.5 s: .*\bname\b.*\n\Z", ended.stderr, re.I)
+    assert "frame #" not in ended.stderr  # of torch's own attempts
+
+
 def test_a_program_that_meets_nobody_ends_with_its_error() -> None:
     program = "import shardcomm; shardcomm.Communicator.from_env(deadline_s=0.5)"
     alone = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -34,6 +34,7 @@ from shardcomm.comm.operands import RED_OPS
 from shardcomm.meeting.launchers import Launched
 from shardcomm.models.shapes import SHAPES
 from shardcomm.process.launch import RankError, launch
+from shardcomm.process.stack_dumps import enable_where_free
 
 # The memory that a rank needs, in units of the size: buffers, the copy that is the limit, random inputs and the
 # expected result.
@@ -113,6 +114,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     options = _options(parser, args, own)
     if own.rank == 0:
         check_outputs(parser, args, "json", "csv", "plot")
+    enable_where_free()  # as in `shardcomm train`
     try:
         in_ranks = partial(launch, benchmark, options.ranks, (options,))
         results = benchmark(options) if own.launcher else in_ranks()[0]

@@ -96,8 +96,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"--text is {args.text!r}: {error}")
     if args.device == "cuda" and not cuda_status().available:
         parser.error(f"--device is cuda, but {cuda_status().reason}")
-    if own.launcher:
-        enable_where_free()
+    enable_where_free()  # also in the process that launches ranks, whose pid users find first
     try:
         result, timeline = train(options) if own.launcher else launch(train, ranks, (options,))[0]
     except (RankError, CommError, CudaError, CheckpointError) as error:
