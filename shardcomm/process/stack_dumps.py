@@ -97,9 +97,20 @@ def _answer() -> None:
 
 
 def _in_child(number: int, fd: int) -> Callable[[], None]:
+    known = os.fstat(fd).st_ino
+
     def replace() -> None:
         """Gives a child memory of its own, under the descriptor that the handlers know."""
+        nonlocal known
+        try:
+            if (
+                os.fstat(fd).st_ino != known
+            ):  # the program's own: daemons close all that they have inherited
+                return
+        except OSError:
+            return
         own = _memory(number)
+        known = os.fstat(own).st_ino
         os.dup2(own, fd, inheritable=False)
         os.close(own)
 

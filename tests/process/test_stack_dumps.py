@@ -179,6 +179,27 @@ print("in in_the_parent" in answers[child].text, "in in_the_child" in answers[ch
     assert said.splitlines()[2] == "False True"
 
 
+def test_a_daemon_that_has_closed_all_descriptors_keeps_those_that_it_opens() -> None:
+    said = run_python(
+        """
+import os, shardcomm
+shardcomm.enable_stack_dumps(on=None)
+def in_a_child(does):
+    child = os.fork()
+    if child == 0:
+        does()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def be_a_daemon():
+    os.closerange(3, 1000)
+    null = [os.open("/dev/null", os.O_RDONLY) for _ in range(100)]
+    in_a_child(lambda: print({os.readlink(f"/proc/self/fd/{fd}") for fd in null}, flush=True))
+in_a_child(be_a_daemon)
+"""
+    )
+    assert said == "{'/dev/null'}\n"
+
+
 def test_who_asks_while_another_does_waits_for_its_turn() -> None:
     # Asked is a process at rest: Python shows the frames of threads that run, and has no lock on them.
     done = interpreters.run(
