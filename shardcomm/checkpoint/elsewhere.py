@@ -31,7 +31,7 @@ class Elsewhere:
     Attributes:
         mesh: The ranks.
         names: The names in other ranks' state dicts that this rank's state dict has not.
-        ambiguous: The names by which other ranks call other parameters than this rank does.
+        ambiguous: The names by which ranks call different parameters, which need not be this rank's.
         within: The expert meshes: groups of DTensors' meshes that lie within these ranks, which hold other parts.
         differs: Whether ranks have other parameters at all.
     """
@@ -89,23 +89,30 @@ class Elsewhere:
         return Elsewhere(
             main,
             names.difference(here),
-            tuple(name for name in _ambiguous(everybody, within) if name in held),
+            tuple(_ambiguous(everybody, within)),
             within,
             differs=True,
         )
 
+    @property
+    def ambiguity(self) -> str:
+        """What is said of `ambiguous`, of which there are some."""
+        first, *others = self.ambiguous
+        names = f"{first!r} and {len(others)} more mean" if others else f"{first!r} means"
+        return f"{names} different parameters on different ranks"
+
     def check(self, what: str) -> None:
-        """Checks that `what`, such as "state_dict", can have a value for each parameter.
+        """Checks that `what`, such as "state_dict", can have a value for each parameter; alike on every rank.
 
         Raises:
             RuntimeError: Several parameters have one name.
         """
         if self.ambiguous:
             raise RuntimeError(
-                f"{what}: {self.ambiguous[0]!r} and {len(self.ambiguous) - 1} other names mean different parameters on "
-                "different ranks, since a policy has its own comm, and it can have one value under each name; give "
-                "each parameter a name of its own, for instance by an nn.ModuleDict of experts with their numbers in "
-                "the model. This rank's full parameters are model.named_parameters() inside of engine.gathered()"
+                f"{what}: {self.ambiguity}, since a policy has its own comm, and it can have one value under each "
+                "name; give each parameter a name of its own, for instance by an nn.ModuleDict of experts with their "
+                "numbers in the model. This rank's full parameters are model.named_parameters() inside of "
+                "engine.gathered()"
             )
 
     def survey(self, state: Mapping[str, object]) -> Survey:

@@ -285,10 +285,9 @@ def _guard(model: nn.Module, units: Sequence[ShardedUnit], elsewhere: Elsewhere)
     """
     if elsewhere.ambiguous:
         warnings.warn(
-            f"fully_shard: by a policy's comm, {elsewhere.ambiguous[0]!r} and {len(elsewhere.ambiguous) - 1} other "
-            "names mean different parameters on different ranks, which are trained apart as experts are; give experts "
-            "the numbers they have in the whole model, and leave a unit that is the same on all ranks to fully_shard's "
-            "comm, or to strategy='hybrid_shard'",
+            f"fully_shard: by a policy's comm, {elsewhere.ambiguity}, which are trained apart as experts are; give "
+            "experts the numbers they have in the whole model, and leave a unit that is the same on all ranks to "
+            "fully_shard's comm, or to strategy='hybrid_shard'",
             stacklevel=5,
         )
     optimizer_steps.install()

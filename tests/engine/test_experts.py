@@ -299,7 +299,7 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
             shardcomm.ExponentialMovingAverage(engine).state_dict,
         ):
             with pytest.raises(
-                RuntimeError, match=r"'1\.each\.0\.weight' and 1 other names mean different param"
+                RuntimeError, match=r"'1\.each\.0\.weight' and 1 more mean different param"
             ):
                 save()
         with engine.gathered():
@@ -318,10 +318,37 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
         norm = clip_grad_norm_(model.parameters(), 1e9)
         torch.testing.assert_close(norm, torch.tensor(2.0 * math.sqrt(2 * numel)))
 
-    warning = r"'1\.each\.0\.weight' and 1 other names mean different"
+    warning = r"'1\.each\.0\.weight' and 1 more mean different"
     with pytest.warns(UserWarning, match=warning) as warned:
         run_threads(body, RANKS)
     assert next(w.filename for w in warned if "mean different" in str(w.message)) == __file__
+
+
+def test_what_some_ranks_call_by_one_name_is_refused_on_all() -> None:
+    alone = [Communicator.local_group(1)[0] for _ in range(4)]
+
+    def body(comm: Communicator) -> None:
+        experts = nn.Sequential()
+        if comm.rank < 2:
+            experts.add_module(f"of rank {comm.rank}", nn.Linear(WIDTH, WIDTH))
+        else:
+            experts.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), experts)
+        engine = fully_shard(model, comm, units={experts: Policy(comm=alone[comm.rank])})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for save in (
+            engine.state_dict,
+            engine.full_state_dict,
+            partial(engine.optimizer_state, optimizer),
+            shardcomm.ExponentialMovingAverage(engine).state_dict,
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"'1\.unused' means different parameters on dif"
+            ):
+                save()
+
+    with pytest.warns(UserWarning, match=r"'1\.unused' means different parameters"):
+        run_threads(body, 4, deadline_s=20)
 
 
 @pytest.mark.covers("expert meshes", "gradient clipping")

@@ -365,7 +365,7 @@ def test_experts_that_ranks_call_by_one_name_are_refused() -> None:
         ):
             with pytest.raises(
                 RuntimeError,
-                match=r"optimizer.state_dict: 'down.weight' and .* mean different parameters on",
+                match=r"optimizer.state_dict: 'down.weight' means different parameters on",
             ):
                 state_dict()
 
