@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shardcomm.cli.options import can_write
 from shardcomm.files.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,9 +126,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for stdout")
+    parser.add_argument(
+        "--json", type=_output, metavar="FILE", help="write the figures there; - for stdout"
+    )
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a figure falls short of its bound"
     )
     parser.set_defaults(title=description.splitlines()[0])
     return parser
+
+
+def _output(path: str) -> str:
+    """The type of --json. It is checked before anything is measured."""
+    if not can_write(path):
+        raise argparse.ArgumentTypeError(f"{path!r}; it must be a file that can be written, or -")
+    return path

@@ -19,6 +19,7 @@ def main() -> int:
     # Each rank that a command starts loads this module again, and needs none of the other commands.
     from shardcomm.cli.parser import make_parser  # noqa: PLC0415
 
+    _open_what_is_closed()
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it ignored
         signal.signal(signal.SIGHUP, _terminate)
@@ -28,8 +29,7 @@ def main() -> int:
     args = make_parser().parse_args()
     try:
         status: int = args.run(args)
-        if sys.stdout is not None:  # as it is where the caller has closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
     except _Terminated as end:
         with suppress(OSError):  # after SIGHUP the terminal may be closed
             print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar
@@ -44,6 +44,21 @@ def main() -> int:
         print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)
         os._exit(1)  # at once, without another try to write the output
     return status
+
+
+def _open_what_is_closed() -> None:
+    """Makes /dev/null of those standard streams that the caller has closed, for the ranks that are started, too.
+
+    Else their numbers would be those of files that are opened next, into which others would print.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 class _Terminated(KeyboardInterrupt):

@@ -132,6 +132,8 @@ def check_directory(given: str | os.PathLike[str]) -> Path:
     directory = Path(given)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{str(directory)!r} is a file; it must be a folder") from None
     except OSError as error:
         raise ValueError(f"{directory}: no such folder can be made: {error.strerror}") from error
     except ValueError as error:  # the name has a null byte

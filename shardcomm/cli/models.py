@@ -25,7 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=whole(1, 2**16), help="width of gpt (default: 256)")
 
 
-def model_of(args: argparse.Namespace, context: int = 128) -> nn.Module:
+def model_of(args: argparse.Namespace, context: int) -> nn.Module:
     """The model that the options name, on the meta device; ValueError if they do not fit each other.
 
     `context` is that of gpt, which has a position for each token of it.

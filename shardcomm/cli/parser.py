@@ -45,6 +45,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# What nccl-tests and torchrun call the number of processes.
+_RANKS_ELSEWHERE = {"-g", "--nproc-per-node", "--nproc_per_node"}
+
+
 class _CommandParser(argparse.ArgumentParser):
     """Refuses what it does not know itself, so that its own options are shown and not those of `shardcomm`."""
 
@@ -53,7 +57,9 @@ class _CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            means_ranks = _RANKS_ELSEWHERE & {each.partition("=")[0] for each in unknown}
+            hint = "; the number of ranks is --ranks" if means_ranks else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
 

@@ -38,6 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=DefaultsFormatter,
     )
     add_model(parser)
+    parser.add_argument("--context", type=whole(1, 2**24),
+                        help="tokens of a sequence of gpt, which has a position for each (default: 128)")  # fmt: skip
     parser.add_argument("--ranks", type=whole(1, 2**20), default=4, help="number of ranks")
     parser.add_argument("--replicas", type=whole(1, 2**20),
                         help="for hybrid_shard: how many times the ranks hold the model")  # fmt: skip
@@ -111,7 +113,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
     """A plan for each strategy; for hybrid_shard only if the number of replicas is given."""
-    model = model_of(args)
+    if args.context is not None and args.model != "gpt":
+        raise ValueError(
+            "--context is for --model gpt; parameters of the other models do not depend on it"
+        )
+    model = model_of(args, args.context or 128)
     strategies = [args.strategy]
     if args.strategy is None:
         strategies = ["no_shard", "shard_grad_op", "full_shard"]
@@ -204,4 +210,7 @@ def _write_chakra(args: argparse.Namespace, plans: Sequence[MemoryPlan]) -> None
     if args.tokens is None and args.trace is None:
         raise ValueError("--chakra needs --tokens N, of which operations follow, or --trace FILE")
     timeline = None if args.trace is None else Timeline.load(args.trace)
-    chakra.write_step(plans[0], args.chakra, tokens=args.tokens, timeline=timeline)
+    try:
+        chakra.write_step(plans[0], args.chakra, tokens=args.tokens, timeline=timeline)
+    except ValueError as error:
+        raise ValueError(f"--chakra: {error}") from error

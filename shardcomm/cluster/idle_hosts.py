@@ -54,7 +54,7 @@ class IdleHosts:
         self.ended[host.number] = int(never)
         self._on_hosts[host.number].carried = host.link_bytes()
         host.namespaces.end()
-        what = "which never had ranks" if never else "whose ranks had ended"
+        what = "where no rank was seen" if never else "whose ranks had ended"
         self._tell(
             f"shardcomm cluster: ended {host.name}, {what}, and whose torchrun waited for another host's\n"
         )

@@ -269,9 +269,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "null\0byte", comm)
     file = tmp_path / "file"
     file.touch()
-    for directory in (file, file / "below"):
-        with pytest.raises(ValueError, match=r"file.*: no such folder can be made: "):
-            Checkpoints(directory, comm)
+    with pytest.raises(ValueError, match=r"file' is a file; it must be a folder"):
+        Checkpoints(file, comm)
+    with pytest.raises(ValueError, match=r"below: no such folder can be made: Not a directory"):
+        Checkpoints(file / "below", comm)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -92,6 +92,33 @@ def test_one_strategy_is_shown_unit_by_unit(capsys: pytest.CaptureFixture[str]) 
     assert "blocks.0 ... blocks.9" in printed
 
 
+def test_gpt_has_a_position_for_each_token_of_the_context(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    numels = []
+    for context in ("100", "300"):
+        run("--model", "gpt", "--width", "64", "--context", context, "--json", "-")
+        (numel,) = {
+            sum(unit["numel"] for unit in plan["units"])
+            for plan in json.loads(capsys.readouterr().out)["plans"]
+        }
+        numels.append(numel)
+    assert numels[1] - numels[0] == 200 * 64
+
+
+def test_what_chakra_refuses_is_said_with_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("google.protobuf")
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        run(
+            *("--model", "gpt", "--strategy", "full_shard", "--tokens", "1"),
+            *("--chakra", str(tmp_path)),
+        )
+    assert f"--chakra: folder is '{tmp_path}', which is not empty" in capsys.readouterr().err
+
+
 def test_plot_draws_the_strategies(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "schedule.svg"
@@ -117,6 +144,7 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("--params", "nan"), "'nan'; it must be"),
         (("--model", "gpt3"), "invalid choice: 'gpt3'"),
         (("--model", "gpt2", "--width", "64"), "--width is for --model gpt"),
+        (("--model", "gpt2", "--context", "64"), "--context is for --model gpt"),
         (("--params", "7e9", "--memory", "40 apples"), "'40 apples'; it must be a size with its unit"),
         (("--params", "7e9", "--memory", "40"), "'40'; it must be a size with its unit, as 40GB"),
         (("--params", "7e9", "--memory", "40i"), "'40i'; it must be a size with its unit"),
@@ -157,3 +185,14 @@ def test_what_a_command_does_not_know_is_refused_with_its_own_options(
     name, said = line.split(maxsplit=1)[0], capsys.readouterr().err
     assert said.startswith(f"usage: shardcomm {name} ")
     assert f"shardcomm {name}: error: unrecognized arguments: --gpus 8" in said
+
+
+@pytest.mark.parametrize("habit", ["-g 2", "--nproc-per-node 2", "--nproc_per_node=2"])
+def test_what_nccl_tests_and_torchrun_call_the_ranks_is_told_as_ours(
+    habit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("bench", "train"):
+        with pytest.raises(SystemExit, match="2"):
+            make_parser().parse_args([command, *habit.split()])
+        said = capsys.readouterr().err
+        assert f"unrecognized arguments: {habit}; the number of ranks is --ranks\n" in said

@@ -309,6 +309,11 @@ def test_a_process_of_a_container_is_named_once_whatever_its_groups(
     assert len([note for note in notes if note.startswith(f"process {os.getpid()} is of a")]) == 1
 
 
+def test_a_group_of_one_rank_has_one_rank() -> None:
+    alone = groups.ShmGroup(7, [groups.Rank(0, 1, "running", [])], "", 0, 0)
+    assert screen(groups.Found([alone]), None).startswith("group 7: 1 rank\n")
+
+
 def test_where_there_are_no_groups_it_says_what_it_does_not_see() -> None:
     assert "by Gloo or NCCL alone is not seen" in screen(groups.Found(), None)
 

@@ -6,6 +6,8 @@ One run starts it as they do; what its result holds and what it refuses are aske
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import json
 import os
 import signal
@@ -14,17 +16,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shardcomm import launch
 from shardcomm.__main__ import main
 from shardcomm.cli.train import command
+from shardcomm.cli.train.job import Result, TrainOptions, train
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
 from shardcomm.comm import nccl
+from shardcomm.trace.timeline import Timeline
 from support.commands import torchrun
 from support.sessions import members, ranks_of, wait_for_end
 from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, run
@@ -206,6 +212,22 @@ def test_a_report_that_cannot_be_written_is_one_sentence(
     out, err = capsys.readouterr()
     assert "tokens/s" in out
     assert err.endswith("shardcomm train: --json /dev/full: No space left on device\n")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def train_with_a_full_stderr(options: TrainOptions) -> tuple[Result, Timeline | None]:
+    with redirect_stderr(FullDisk()):
+        return train(options)
+
+
+def test_a_progress_bar_that_cannot_be_shown_does_not_end_a_training(text_file: str) -> None:
+    options = command.options_of(parsed(*SMALL, "--text", text_file))
+    result, _ = launch(train_with_a_full_stderr, 2, (options,), timeout_s=DEADLINE_S)[0]
+    assert len(result.losses) == options.steps
 
 
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:

@@ -77,12 +77,13 @@ def test_what_no_run_can_go_on_from_is_named(
     other = ["--text", text_file, *SMALL]
     for args, message in [
         (["--resume"], "--resume needs the folder of the checkpoints: --checkpoint DIR"),
+        (["--save-every", "5"], "--save-every needs the folder of the checkpoints: --checkpoint"),
         (["--save-every", "0"], "--save-every: '0'; it must be a whole number from 1"),
         (
             ["--checkpoint", ""],
             "--checkpoint is '': '': a folder's name is not empty; the current folder",
         ),
-        (["--checkpoint", str(file)], f"'{file}': {file}: no such folder can be made: File exists"),
+        (["--checkpoint", str(file)], f"'{file}': '{file}' is a file; it must be a folder"),
         (["--checkpoint", "/proc/x"], "'/proc/x': /proc/x: no such folder can be made: No such"),
         (
             ["--checkpoint", str(damaged), "--resume"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import select
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,15 @@ from shardcomm.cli.bench.layers import LAYER_OPERATIONS
 from shardcomm.cli.bench.machine import measured_machine
 from shardcomm.cli.bench.network import measured_hosts
 from shardcomm.cli.bench.operations import OPERATIONS
-from shardcomm.cli.bench.options import DTYPES, BenchOptions, Sizes, layers, size_bytes, step_bytes
+from shardcomm.cli.bench.options import (
+    DEFAULT_SIZE,
+    DTYPES,
+    BenchOptions,
+    Sizes,
+    layers,
+    size_bytes,
+    step_bytes,
+)
 from shardcomm.cli.bench.plot import write_plot
 from shardcomm.cli.bench.results import Results
 from shardcomm.cli.bench.transports import TRANSPORTS
@@ -61,10 +70,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help=f"the transports: {', '.join(TRANSPORTS)}; those that cannot be used are skipped")
     add("--ranks", type=whole(1, 1024), metavar="N",
         help="number of local processes (default: 2; under a launcher, its own ranks)")
-    add("--shapes", type=layers, default="gpt2", metavar="NAME,...",
-        help=f"the layers: a block of {' or '.join(SHAPES)}, or a JSON file of one layer's names and shapes")
-    add("-b", type=size_bytes, default="32M", metavar="SIZE", help="first size")
-    add("-e", type=size_bytes, default="32M", metavar="SIZE", help="last size")
+    add("--shapes", type=layers, metavar="NAME,...",
+        help=f"the layers: a block of {' or '.join(SHAPES)}, or a JSON file of one layer's names and shapes (default: "
+        "gpt2)")
+    add("-b", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help="first size")
+    add("-e", type=size_bytes, default=DEFAULT_SIZE, metavar="SIZE", help="last size")
     add("-i", type=step_bytes, default="1M", metavar="SIZE", help="step from one size to the next")
     add("-f", type=whole(1, 1 << 20), default=1, metavar="N",
         help="factor from one size to the next, instead of -i; 1 for none")
@@ -73,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="warm-up operations before each timing; at least 1 is made")
     add("-m", type=count, default=1, metavar="N", help="operations in an iteration")
     add("-c", type=whole(0, 1000), default=1, metavar="N", help="checked operations for each figure")
-    add("-o", choices=list(RED_OPS), default="sum", help="reduction")
+    add("-o", choices=list(RED_OPS), help="reduction (default: sum)")
     add("-d", choices=list(DTYPES), default="float", help="type of the elements")
     add("-a", type=whole(0, 3), default=1, metavar="N",
         help="which time is printed: 0 rank 0's, 1 the mean of all ranks, 2 the least, 3 the largest")
@@ -119,11 +129,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         in_ranks = partial(launch, benchmark, options.ranks, (options,))
         results = benchmark(options) if own.launcher else in_ranks()[0]
     except (RankError, CommError, CudaError) as error:
+        if _has_no_reader(2 if options.to_stderr else 1):
+            raise BrokenPipeError from error
         print(f"\nshardcomm bench: {error}", file=sys.stderr)  # below the progress bar
         return 1
     if own.rank > 0:
         return 0
     return _report(args, options, results)
+
+
+def _has_no_reader(fd: int) -> bool:
+    """Whether `fd` is a pipe that is read no more. A rank has written into it, and this process perhaps never."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _refuse_others(parser: argparse.ArgumentParser, args: argparse.Namespace, *used: str) -> None:
@@ -144,9 +163,24 @@ def _options(
         sizes = Sizes(args.b, args.e, args.i, args.f)
     except ValueError as error:
         parser.error(str(error))
+    ranks = own.size if own.launcher else args.ranks or 2
     on_layers = [name for name in args.op if name in LAYER_OPERATIONS]
+    on_sizes = [OPERATIONS[name] for name in args.op if name in OPERATIONS]
     if on_layers and DTYPES[args.d] not in FLOATS:
-        parser.error(f"-d is {args.d}; {', '.join(on_layers)} take float, half and bfloat16")
+        takes = f"take{'s' * (len(on_layers) == 1)} float, half and bfloat16"
+        parser.error(f"-d is {args.d}; {', '.join(on_layers)} {takes}")
+    if args.shapes is not None and not on_layers:
+        parser.error(f"--shapes is for --op {', '.join(LAYER_OPERATIONS)}, none of which is given")
+    if args.o is not None and not any(operation.reduces for operation in on_sizes):
+        reducing = [operation.name for operation in OPERATIONS.values() if operation.reduces]
+        parser.error(f"-o is for --op {', '.join(reducing)}, none of which is given")
+    for operation in on_sizes:
+        least, last = operation.least_bytes(DTYPES[args.d], ranks), sizes.all()[-1]
+        if last < least:
+            parser.error(
+                f"the sizes from -b to -e go up to {last} bytes; {operation.name} of {ranks} ranks needs at least "
+                f"{least}"
+            )
     if args.G and not cuda_status().available:
         parser.error(f"-G is {args.G}, but a CUDA graph needs a GPU: {cuda_status().reason}")
     if args.G and args.I:
@@ -155,9 +189,9 @@ def _options(
         operations=args.op,
         transports=args.transport,
         sizes=sizes,
-        layers=args.shapes,
+        layers=layers("gpt2") if args.shapes is None else args.shapes,
         dtype=args.d,
-        redop=args.o,
+        redop=args.o or "sum",
         iterations=args.n,
         warmups=max(1, args.w),  # the first call makes what later ones use
         aggregate=args.m,
@@ -168,7 +202,7 @@ def _options(
         communication_memory=bool(args.R),
         statistics=args.I,
         deadline_s=args.T,
-        ranks=own.size if own.launcher else args.ranks or 2,
+        ranks=ranks,
         to_stderr="-" in (args.json, args.csv),
     )
     _check_memory(parser, options, own.local_size or options.ranks)
@@ -218,7 +252,9 @@ def _report(args: argparse.Namespace, options: BenchOptions, results: Results) -
 def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         changes = compare.compare(*map(compare.read, args.compare))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        parser.error(f"--compare: {error.filename}: {error.strerror}")
+    except ValueError as error:
         parser.error(f"--compare: {error}")
     print(compare.screen(changes, args.tolerance))
     return int(any(change.ratio > 1 + args.tolerance for change in changes))

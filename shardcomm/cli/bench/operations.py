@@ -18,6 +18,7 @@ from shardcomm.cli.exact_values import count_wrong, values
 from shardcomm.comm.words import ReduceOp, Use
 
 ROOT = 0
+_SLOT_BYTES = 16  # a rank's part of a size is rounded down to a multiple of it
 
 Run = Callable[[Collectives, torch.Tensor, torch.Tensor, ReduceOp], object]
 
@@ -54,14 +55,23 @@ class Operation:
         """The reduction as printed."""
         return options.redop if self.reduces else "none"
 
+    def least_bytes(self, dtype: torch.dtype, ranks: int) -> int:
+        """The smallest size of which each rank has an element."""
+        return _SLOT_BYTES * ranks if self.has_slots else dtype.itemsize
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether each rank has a part of the size."""
+        return "slot" in (self.sends, self.receives)
+
     def case(self, on: Collectives, options: BenchOptions, size_bytes: int) -> Case | None:
         """The case for `size_bytes`, with its buffers; None for so few that a rank has no element. Collective."""
         dtype = DTYPES[options.dtype]
-        count, slots = size_bytes // dtype.itemsize, 1
-        if "slot" in (self.sends, self.receives):  # a slot is rounded down to 16 bytes
-            count, slots = count // on.size & -(16 // dtype.itemsize), on.size
-        if count == 0:
+        if size_bytes < self.least_bytes(dtype, on.size):
             return None
+        count, slots = size_bytes // dtype.itemsize, 1
+        if self.has_slots:
+            count, slots = count // on.size & -(_SLOT_BYTES // dtype.itemsize), on.size
 
         def empty(numel: int) -> torch.Tensor:
             return torch.empty(numel, dtype=dtype, device=on.device)

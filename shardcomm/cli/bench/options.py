@@ -24,6 +24,7 @@ DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
 }
+DEFAULT_SIZE = "32M"
 _MOST_ELEMENTS = 1 << 50  # of a parameter
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -40,7 +41,7 @@ class Sizes:
     def __post_init__(self) -> None:
         if self.first > self.last:
             raise ValueError(
-                f"-b is {self.first} bytes and -e is {self.last}; the first size must be at most the last"
+                f"-b is {_said(self.first)} and -e is {_said(self.last)}; the first size must be at most the last"
             )
         if self.first == 0 and self.factor > 1:
             raise ValueError(
@@ -55,6 +56,10 @@ class Sizes:
         while sizes[-1] * self.factor <= self.last:
             sizes.append(sizes[-1] * self.factor)
         return sizes
+
+
+def _said(nbytes: int) -> str:
+    return f"{nbytes} bytes" + " (the default)" * (nbytes == size_bytes(DEFAULT_SIZE))
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def _layer(name: str) -> Layer:
             raise found.wrong("an object with names")
     except OSError as error:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is neither one of {', '.join(SHAPES)} nor a JSON file: {error}"
+            f"{name!r} is neither one of {', '.join(SHAPES)} nor a JSON file: {error.strerror}"
         ) from None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -104,7 +104,7 @@ def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
 
 
 def _group(group: ShmGroup, stacks: dict[int, Stacks] | None) -> str:
-    lines = [f"group {group.id}: {len(group.ranks)} ranks"]
+    lines = [f"group {group.id}: {len(group.ranks)} rank{'s' * (len(group.ranks) != 1)}"]
     if group.hosts:
         lines[0] += f" of {group.hosts * len(group.ranks)}, on host {group.host} of {group.hosts}"
     if group.failure:

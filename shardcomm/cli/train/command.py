@@ -61,9 +61,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="longest wait for another rank")  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR", help="save model, optimizer and progress in this folder, which "
                         "is for one run at a time; the newest two checkpoints are kept")  # fmt: skip
-    parser.add_argument("--save-every", type=number, default=50, metavar="N",
+    parser.add_argument("--save-every", type=number, metavar="N",
                         help="steps between checkpoints, which are written while training goes on; there is one after "
-                        "the last step, too")  # fmt: skip
+                        "the last step, too (default: 50)")  # fmt: skip
     parser.add_argument("--resume", action="store_true",
                         help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
     parser.add_argument("--json", metavar="FILE",
@@ -89,7 +89,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         check_width(args.width)
         text = read_text(args.text)
         Corpus(text, args.context)
-        _check_checkpoint(options, args.resume, text)
+        _check_checkpoint(options, args, text)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
@@ -123,7 +123,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
         device=args.device,
         deadline_s=args.deadline,
         checkpoint=args.checkpoint,
-        save_every=args.save_every,
+        save_every=args.save_every or 50,
         trace=args.trace,
     )
 
@@ -164,11 +164,14 @@ def _check_replicas(parser: argparse.ArgumentParser, args: argparse.Namespace, r
         parser.error(f"--replicas is {args.replicas}, which does not divide the {ranks} ranks")
 
 
-def _check_checkpoint(options: TrainOptions, resume: bool, text: bytes) -> None:
+def _check_checkpoint(options: TrainOptions, args: argparse.Namespace, text: bytes) -> None:
     """ValueError if the run can neither begin nor go on in the folder of --checkpoint."""
     if options.checkpoint is None:
-        if resume:
-            raise ValueError("--resume needs the folder of the checkpoints: --checkpoint DIR")
+        for option, given in (("resume", args.resume), ("save-every", args.save_every)):
+            if given:
+                raise ValueError(
+                    f"--{option} needs the folder of the checkpoints: --checkpoint DIR"
+                )
         return
     given = f"--checkpoint is {options.checkpoint!r}"
     try:
@@ -178,7 +181,7 @@ def _check_checkpoint(options: TrainOptions, resume: bool, text: bytes) -> None:
     if saved is None:
         return
     given = f"{given}, where there is a checkpoint of step {saved.step}"
-    if not resume:
+    if not args.resume:
         raise ValueError(f"{given}; add --resume to go on from it, or name another folder")
     if differences := saved.differences(options.identity(text)):
         raise ValueError(f"{given} of another run: {'; '.join(differences)}")

@@ -8,9 +8,10 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,6 +173,20 @@ class Measured:
         return (self._traffic.reduced_bytes - self._reduced_bytes) // max(1, self.steps)
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    """A progress bar that is not shown any more once stderr cannot be written, since training goes on without."""
+
+    def display(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().display(*args, **kwargs)
+        except OSError:
+            self.disable = True
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _Job:
     def __init__(
         self, options: TrainOptions, comm: Communicator, ranks: Communicator | Mesh
@@ -255,11 +270,11 @@ class _Job:
     def tokens_per_step(self) -> int:
         return self.options.batch * self.options.context * self.comm.size
 
-    def progress(self, first: int) -> tqdm[None]:
+    def progress(self, first: int) -> _Bar:
         """The progress bar, at step `first`."""
         # tqdm's default is a lock between processes, a semaphore that a killed rank would leave behind.
         tqdm.set_lock(threading.RLock())
-        return tqdm(
+        return _Bar(
             total=self.options.steps,
             initial=first,
             unit="step",

@@ -121,6 +121,6 @@ def _overlap(span: Span, begin_s: float, end_s: float) -> float:
 
 def _other_model(step: RankTimeline, difference: str) -> ValueError:
     return ValueError(
-        "the trace is of another model, strategy, dtype or prefetch than the plan: "
+        "the trace is of another model, context, strategy, dtype or prefetch than the plan: "
         f"rank {step.rank} has {difference}"
     )
