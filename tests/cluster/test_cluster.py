@@ -192,9 +192,14 @@ def test_a_rank_that_leaves_no_result_is_an_error(cluster: type[Cluster]) -> Non
 @pytest.mark.parametrize(("given", "rank"), [("3", 3), ("x", None), ("", None)])
 def test_a_program_may_have_any_text_as_its_rank(given: str, rank: int | None) -> None:
     with subprocess.Popen(
-        ["sleep", "infinity"], env={"RANK": given, "PATH": os.defpath}
+        ["sh", "-c", "echo begun; read never"],
+        env={"RANK": given, "PATH": os.defpath},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as program:
         try:
+            assert program.stdout is not None
+            program.stdout.readline()  # before that, /proc may not show its environment yet
             assert rank_of(program.pid) == rank
         finally:
             program.kill()
