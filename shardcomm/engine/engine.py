@@ -227,8 +227,8 @@ class Engine:
         """
         if isinstance(max_norm, Iterable) and not isinstance(max_norm, (str, torch.Tensor)):
             raise TypeError(
-                "clip_grad_norm_: max_norm is a list of parameters; it must be a number of at least 0. It clips all "
-                "of the engine's model; torch.nn.utils.clip_grad_norm_ takes a list"
+                "clip_grad_norm_: max_norm is a list of parameters; it must be a number of at least 0. The "
+                "engine clips all parameters of its model; torch.nn.utils.clip_grad_norm_ takes a list"
             )
         if norm_type != 2:
             raise ValueError(

@@ -102,12 +102,12 @@ def _in_child(number: int, fd: int) -> Callable[[], None]:
     def replace() -> None:
         """Gives a child memory of its own, under the descriptor that the handlers know."""
         nonlocal known
+        # Daemons close all that they have inherited: the descriptor may be none, or one of the program's own.
         try:
-            if (
-                os.fstat(fd).st_ino != known
-            ):  # the program's own: daemons close all that they have inherited
-                return
+            is_ours = os.fstat(fd).st_ino == known
         except OSError:
+            return
+        if not is_ours:
             return
         own = _memory(number)
         known = os.fstat(own).st_ino

@@ -22,6 +22,8 @@ from shardcomm.process.stack_dumps import enable_where_free
 from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.trace.timeline import Timeline
 
+_SAVE_EVERY = 50
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
@@ -63,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         "is for one run at a time; the newest two checkpoints are kept")  # fmt: skip
     parser.add_argument("--save-every", type=number, metavar="N",
                         help="steps between checkpoints, which are written while training goes on; there is one after "
-                        "the last step, too (default: 50)")  # fmt: skip
+                        f"the last step, too (default: {_SAVE_EVERY})")  # fmt: skip
     parser.add_argument("--resume", action="store_true",
                         help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
     parser.add_argument("--json", metavar="FILE",
@@ -123,7 +125,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
         device=args.device,
         deadline_s=args.deadline,
         checkpoint=args.checkpoint,
-        save_every=args.save_every or 50,
+        save_every=args.save_every or _SAVE_EVERY,
         trace=args.trace,
     )
 
