@@ -4,14 +4,14 @@
 // installed, and registers the two handlers at the end. JAX has threaded one token through all
 // calls (the first argument and the first result of each), so XLA makes the calls of a rank one
 // after another, in the order of the program.
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "shardcomm.h"
 #include "xla/ffi/api/ffi.h"
@@ -21,17 +21,50 @@ namespace ffi = xla::ffi;
 namespace {
 
 struct Group {
-  shc_comm* comm;
+  std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm;
   int size;
   int device;
 };
 
-// The groups of this process, by the number that a compiled program has. Nobody takes a group out
-// again, and nobody destroys its communicator: a program may run after the communicator was closed,
-// and then gets its error.
-constexpr std::size_t kMostGroups = 1 << 16;
-Group groups[kMostGroups];
-std::atomic<std::size_t> known_groups{0};  // released after the group is written, acquired before
+// The groups that this process has not closed, by the number that a compiled program has. A program
+// may run after its group was closed, so no number is given twice. A call that runs while its group
+// is closed holds the group until it returns.
+class Groups {
+ public:
+  std::int64_t add(std::shared_ptr<const Group> group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_.emplace(next_, std::move(group));
+    return next_++;
+  }
+
+  std::shared_ptr<const Group> find(std::int64_t number) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = open_.find(number);
+    return found == open_.end() ? nullptr : found->second;
+  }
+
+  std::shared_ptr<const Group> take(std::int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto node = open_.extract(number);
+    return node ? std::move(node.mapped()) : nullptr;
+  }
+
+  bool had(std::int64_t number) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return 0 <= number && number < next_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::int64_t, std::shared_ptr<const Group>> open_;
+  std::int64_t next_ = 0;
+};
+
+// Never destroyed: when the process ends, XLA's threads may still be in calls.
+Groups& groups() {
+  static auto* const all = new Groups;
+  return *all;
+}
 
 std::optional<shc_dtype> dtype_of(ffi::DataType type) {
   switch (type) {
@@ -69,15 +102,15 @@ ffi::Error collective(shc_stream* stream, const Group& group, std::string_view o
   const auto op = static_cast<shc_op>(argument);
   shc_status status = SHC_OK;
   if (operation == "all_gather" && received == sent * group.size) {
-    status = shc_all_gather(group.comm, send.untyped_data(), moved, recv.untyped_data(), moved,
-                            count, nullptr, stream);
+    status = shc_all_gather(group.comm.get(), send.untyped_data(), moved, recv.untyped_data(),
+                            moved, count, nullptr, stream);
   } else if (operation == "reduce_scatter" && sent == received * group.size && dtype) {
-    status = shc_reduce_scatter(group.comm, send.untyped_data(), *dtype, recv.untyped_data(),
+    status = shc_reduce_scatter(group.comm.get(), send.untyped_data(), *dtype, recv.untyped_data(),
                                 *dtype, received, op, nullptr, stream);
   } else if (operation == "all_reduce" && in_place && dtype) {
-    status = shc_all_reduce(group.comm, recv.untyped_data(), *dtype, received, op, 0, stream);
+    status = shc_all_reduce(group.comm.get(), recv.untyped_data(), *dtype, received, op, 0, stream);
   } else if (operation == "broadcast" && in_place) {
-    status = shc_broadcast(group.comm, recv.untyped_data(), moved, count, argument, stream);
+    status = shc_broadcast(group.comm.get(), recv.untyped_data(), moved, count, argument, stream);
   } else {
     return invalid(std::string(operation) + ": this program was compiled for another group");
   }
@@ -87,19 +120,24 @@ ffi::Error collective(shc_stream* stream, const Group& group, std::string_view o
   return status == SHC_INVALID_ARGUMENT ? invalid(text) : ffi::Error::Internal(text);
 }
 
-const Group* find(std::int64_t number) {
-  const auto known = static_cast<std::int64_t>(known_groups.load(std::memory_order_acquire));
-  return number >= 0 && number < known ? &groups[number] : nullptr;
+// Why there is no group of this number.
+ffi::Error missing(std::int64_t number, std::string_view operation) {
+  if (groups().had(number)) {
+    const char* const closed =
+        ": this program was compiled for a communicator that this rank has closed; make another "
+        "shardcomm.jax.XlaCommunicator, and give that to the function that jax.jit compiles";
+    return ffi::Error(ffi::ErrorCode::kAborted, std::string(operation) + closed);
+  }
+  return invalid(
+      std::string(operation) +
+      ": this process has no such communicator: the program was compiled in another one");
 }
-
-const char* const kUnknown =
-    "this process has no such communicator: the program was compiled in another one";
 
 ffi::Error on_cpu(std::int64_t number, std::string_view operation, std::int32_t argument,
                   ffi::Token, ffi::AnyBuffer send, ffi::Result<ffi::Token>,
                   ffi::Result<ffi::AnyBuffer> recv) {
-  const Group* group = find(number);
-  if (group == nullptr) return invalid(kUnknown);
+  const auto group = groups().find(number);
+  if (group == nullptr) return missing(number, operation);
   return collective(nullptr, *group, operation, argument, send, *recv);
 }
 
@@ -107,8 +145,8 @@ ffi::Error on_cpu(std::int64_t number, std::string_view operation, std::int32_t 
 ffi::Error on_cuda(void* cuda_stream, std::int32_t device, std::int64_t number,
                    std::string_view operation, std::int32_t argument, ffi::Token,
                    ffi::AnyBuffer send, ffi::Result<ffi::Token>, ffi::Result<ffi::AnyBuffer> recv) {
-  const Group* group = find(number);
-  if (group == nullptr) return invalid(kUnknown);
+  const auto group = groups().find(number);
+  if (group == nullptr) return missing(number, operation);
   if (device != group->device) {
     return invalid(std::string(operation) + ": this program runs on GPU " + std::to_string(device) +
                    ", and the communicator is on GPU " + std::to_string(group->device) +
@@ -124,15 +162,21 @@ ffi::Error on_cuda(void* cuda_stream, std::int32_t device, std::int64_t number,
 
 }  // namespace
 
-// Makes a group known to the handlers; returns its number, or -1 if there are too many.
+// Hands over `comm`, which shardcomm_jax_close gives back; returns the group's number.
 extern "C" std::int64_t shardcomm_jax_add(shc_comm* comm, int size, int device) {
-  static std::mutex adding;
-  const std::lock_guard<std::mutex> lock(adding);
-  const std::size_t number = known_groups.load();
-  if (number == kMostGroups) return -1;
-  groups[number] = {comm, size, device};
-  known_groups.store(number + 1, std::memory_order_release);
-  return static_cast<std::int64_t>(number);
+  return groups().add(std::make_shared<Group>(Group{{comm, shc_comm_destroy}, size, device}));
+}
+
+// What shc_comm_check says of the group; -1 if it was closed.
+extern "C" int shardcomm_jax_check(std::int64_t number) {
+  const auto group = groups().find(number);
+  return group == nullptr ? -1 : shc_comm_check(group->comm.get());
+}
+
+// Leaves the group, whose calls end; the last of them gives back its memory. Again it does nothing.
+extern "C" void shardcomm_jax_close(std::int64_t number) {
+  const auto group = groups().take(number);
+  if (group != nullptr) shc_comm_close(group->comm.get());
 }
 
 #define SHARDCOMM_JAX_OPERANDS             \

@@ -68,12 +68,14 @@ class CLibrary:
         """
         name = _UniqueId()
         if comm.rank == ranks[0]:
-            self._check(self._c.shc_get_unique_id(transport, len(ranks), ctypes.byref(name)))
+            self.raise_unless_ok(
+                self._c.shc_get_unique_id(transport, len(ranks), ctypes.byref(name))
+            )
         name = _UniqueId.from_buffer_copy(all_gather_bytes(comm, bytes(name))[ranks[0]])
         handle = ctypes.c_void_p()
         exact = comm.sums == "exact"
         options = _CommOptions(ctypes.sizeof(_CommOptions), _VERSION, device, deadline_s, exact)
-        self._check(
+        self.raise_unless_ok(
             self._c.shc_comm_init_rank(
                 ctypes.byref(handle),
                 len(ranks),
@@ -84,15 +86,8 @@ class CLibrary:
         )
         return handle
 
-    def check(self, comm: ctypes.c_void_p) -> None:
-        """Raises CommError if the group has failed or was closed."""
-        self._check(self._c.shc_comm_check(comm))
-
-    def close(self, comm: ctypes.c_void_p) -> None:
-        """Leaves the group."""
-        self._check(self._c.shc_comm_close(comm))
-
-    def _check(self, status: int) -> None:
+    def raise_unless_ok(self, status: int) -> None:
+        """Raises the error of the thread's last call, if its `status` says that there is one."""
         if status == _OK:
             return
         last = _LastError(ctypes.sizeof(_LastError), _VERSION)

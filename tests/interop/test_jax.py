@@ -25,6 +25,7 @@ from jax.test_util import check_grads
 
 import shardcomm
 from shardcomm import launch
+from shardcomm.interop import c_library
 from shardcomm.interop.jax import library
 from shardcomm.jax import XlaCommunicator, all_gather, all_reduce, broadcast, reduce_scatter
 from support import interpreters
@@ -282,10 +283,13 @@ def test_a_donated_array_is_reduced_in_place_and_another_is_not_touched() -> Non
 def on_another_gpu(comm: XlaCommunicator) -> None:
     """As where all ranks let JAX compute on the first GPU."""
     ours, own = comm.number, jax.config.jax_default_device.local_hardware_id
-    comm.number = comm._library.add(comm._handle, comm.size, own + 1)
+    alone = shardcomm.Communicator.local_group(1)[0]
+    handle = comm._library.connect(alone, c_library.SHM, 0, 30.0, [0])
+    comm.number = comm._library.add(handle, comm.size, own + 1)
     refused = rf"runs on GPU {own}, and the communicator is on GPU {own + 1}; let JAX"
     with pytest.raises(jax.errors.JaxRuntimeError, match=refused):
         jax.jit(lambda x: all_reduce(x, comm))(jnp.ones(2)).block_until_ready()
+    comm._library.close(comm.number)
     comm.number = ours
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,9 @@ import jax.numpy as jnp
 
 import shardcomm
 from shardcomm import CommError, launch
+from shardcomm.cli.ps import groups
 from shardcomm.jax import XlaCommunicator, all_gather, all_reduce
+from support.gates import until
 
 
 def total(x: jax.Array, comm: XlaCommunicator) -> jax.Array:
@@ -105,12 +109,75 @@ def program_of_a_closed_group() -> None:
         with XlaCommunicator(ranks) as comm:
             program = jax.jit(lambda x: all_reduce(x, comm))
             program(jnp.ones(3))
-        with pytest.raises(jax.errors.JaxRuntimeError, match="has closed this communicator"):
+        refused = (
+            "all_reduce: this program was compiled for a communicator that this rank has closed"
+        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match=refused):
             program(jnp.ones(3)).block_until_ready()
+        with pytest.raises(CommError, match=f"rank {comm.rank} has closed this") as closed:
+            comm.check()
+        assert (closed.value.kind, closed.value.rank) == ("closed", comm.rank)
+        comm.close()  # a second time
 
 
 def test_a_compiled_program_outlives_its_group_and_raises() -> None:
     launch(program_of_a_closed_group, 2, timeout_s=60)
+
+
+def held() -> tuple[int, int]:
+    """File descriptors and shared mappings of this process."""
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sum(line.split()[1][3] == "s" for line in mappings)
+
+
+def many_groups() -> None:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        counts = []
+        for _ in range(20):
+            with XlaCommunicator(ranks, deadline_s=20) as comm:
+                assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
+            counts.append(held())
+    assert counts[-1] == counts[0]
+
+
+def test_a_closed_group_gives_back_all_that_it_held() -> None:
+    launch(many_groups, 2, timeout_s=60)
+
+
+def close_in_its_call(comm: XlaCommunicator) -> None:
+    until(
+        lambda: any(
+            rank.calls
+            for group in groups.find().groups
+            for rank in group.ranks
+            if rank.pid == os.getpid()
+        ),
+        "a call waits",
+    )
+    comm.close()
+
+
+def closed_by_another_thread() -> None:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        counts = []
+        for _ in range(2):
+            comm = XlaCommunicator(ranks, deadline_s=20)
+            if ranks.rank == 0:  # waits for rank 1, which does not come
+                closing = threading.Thread(target=close_in_its_call, args=(comm,))
+                closing.start()
+                with pytest.raises(
+                    jax.errors.JaxRuntimeError, match=r"rank 0 .*closed the communicator"
+                ):
+                    total(jnp.ones(3), comm).block_until_ready()
+                closing.join()
+            ranks.barrier()
+            comm.close()
+            counts.append(held())
+    assert counts[1] == counts[0]
+
+
+def test_a_group_may_be_closed_while_it_is_in_a_call() -> None:
+    launch(closed_by_another_thread, 2, timeout_s=60)
 
 
 def cannot_load_on_rank_1(folder: str) -> None:

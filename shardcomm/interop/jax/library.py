@@ -21,6 +21,8 @@ from shardcomm.interop.c_library import CLibrary
 TARGET = "shardcomm_collective"
 """The name by which programs call the handlers."""
 
+_CLOSED = -1  # of shardcomm_jax_check
+
 
 class Library(CLibrary):
     """The C library, and the handlers."""
@@ -34,13 +36,20 @@ class Library(CLibrary):
             jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform=name_in_xla)
 
     def add(self, comm: ctypes.c_void_p, size: int, device: int) -> int:
-        """The number by which programs name the communicator."""
-        number = int(self._handlers.shardcomm_jax_add(comm, size, device))
-        if number < 0:
-            raise RuntimeError(
-                "this process has made 65536 communicators for JAX, which is the most"
-            )
-        return number
+        """The number by which programs name the communicator; `close` gives back what `comm` holds."""
+        return int(self._handlers.shardcomm_jax_add(comm, size, device))
+
+    def check(self, number: int) -> bool:
+        """Whether the communicator is open; raises CommError if its group has failed."""
+        status = self._handlers.shardcomm_jax_check(ctypes.c_int64(number))
+        if status == _CLOSED:
+            return False
+        self.raise_unless_ok(status)
+        return True
+
+    def close(self, number: int) -> None:
+        """Leaves the group, and gives back what it holds. A second time it does nothing."""
+        self._handlers.shardcomm_jax_close(ctypes.c_int64(number))
 
 
 @cache

@@ -14,6 +14,7 @@ from shardcomm.comm.words import DEADLINE_S
 from shardcomm.interop.c_library import NCCL, SHM, loaded_everywhere
 from shardcomm.interop.jax.library import library
 from shardcomm.interop.jax.order import finish
+from shardcomm.meeting.comm_error import comm_error
 
 _TRANSPORTS = {"shm": SHM, "nccl": NCCL}
 _PLATFORMS = {"shm": "cpu", "nccl": "cuda"}
@@ -69,8 +70,8 @@ class XlaCommunicator:
         device = comm.device.index or 0
         self._library = loaded_everywhere(comm, "shardcomm.jax.XlaCommunicator", library)
         transport = _TRANSPORTS[self._transport]
-        self._handle = self._library.connect(comm, transport, device, deadline_s, range(comm.size))
-        self.number = self._library.add(self._handle, comm.size, device)
+        handle = self._library.connect(comm, transport, device, deadline_s, range(comm.size))
+        self.number = self._library.add(handle, comm.size, device)
 
     def check(self) -> None:
         """Tells whether the group works.
@@ -78,7 +79,9 @@ class XlaCommunicator:
         Raises:
             CommError: A collective has failed, or the communicator was closed.
         """
-        self._library.check(self._handle)
+        if not self._library.check(self.number):
+            text = f"rank {self.rank} has closed this communicator; it cannot be used any more"
+            raise comm_error("closed", text, rank=self.rank, reporter=self.rank)
 
     def check_platform(self, operation: str, platform: str) -> None:
         """Checks that programs for `platform` can call these collectives.
@@ -96,12 +99,12 @@ class XlaCommunicator:
             )
 
     def close(self) -> None:
-        """Waits for the programs that this thread has started, and leaves the group.
+        """Waits for the programs that this thread has started, leaves the group, and gives back what it holds.
 
-        Ranks that wait for this one afterwards fail.
+        Ranks that wait for this one afterwards fail, as do programs that were compiled for this communicator.
         """
         finish()
-        self._library.close(self._handle)
+        self._library.close(self.number)
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +121,7 @@ class XlaCommunicator:
         except CommError as failure:
             raise failure from error
         finally:
-            self._library.close(self._handle)  # at once, since other ranks may wait for this one
+            self._library.close(self.number)  # at once, since other ranks may wait for this one
             finish()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
