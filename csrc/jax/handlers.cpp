@@ -125,7 +125,7 @@ ffi::Error missing(std::int64_t number, std::string_view operation) {
   if (groups().had(number)) {
     const char* const closed =
         ": this program was compiled for a communicator that this rank has closed; make another "
-        "shardcomm.jax.XlaCommunicator, and give that to the function that jax.jit compiles";
+        "one, and give it as a static argument or call the jitted function's clear_cache()";
     return ffi::Error(ffi::ErrorCode::kAborted, std::string(operation) + closed);
   }
   return invalid(

@@ -71,7 +71,8 @@ def collectives_against_numpy(comm: XlaCommunicator, seed: int) -> None:
         gathered = jax.jit(all_gather, static_argnums=1)(mine, comm)
         assert gathered.dtype == mine.dtype
         assert np.array_equal(gathered, everybody.reshape(-1, 2)), dtype
-        assert np.array_equal(broadcast(mine, comm, root=comm.size - 1), everybody[-1]), dtype
+        last = np.int64(comm.size - 1)  # as NumPy computes a rank
+        assert np.array_equal(broadcast(mine, comm, root=last), everybody[-1]), dtype
         if dtype not in SUMMED:
             continue
         part = slice(comm.rank * 3, comm.rank * 3 + 3)
@@ -192,6 +193,57 @@ def derivatives(comm: XlaCommunicator, seed: int) -> None:
 @pytest.mark.slow
 def test_derivatives_are_those_that_differences_show(seed: int) -> None:
     launch(in_group, 2, (derivatives, seed), timeout_s=120)
+
+
+def derivatives_of_complex_numbers(comm: XlaCommunicator, seed: int) -> None:
+    """All ranks' losses are sums of |weight * z|**2. By z that is, as JAX defines it, 2 * weight**2 * conj(z)."""
+    real, imaginary = of_ranks(seed, comm.size, 6, dtype="complex64"), of_ranks(seed + 1, 2, 6)
+    everybody = (real + 1j * imaginary).astype("complex64")
+    mine = jnp.asarray(everybody[comm.rank])
+    weights = of_ranks(seed + 2, comm.size, comm.size * 6, dtype="float32")
+    total = (weights**2).sum(0)
+
+    def squares(z: Any) -> Any:
+        return (z.real**2 + z.imag**2).sum()
+
+    def of_gather(z: Any) -> Any:
+        return squares(weights[comm.rank] * all_gather(z, comm))
+
+    def of_broadcast(z: Any) -> Any:
+        return squares(weights[comm.rank, :6] * broadcast(z, comm, 1))
+
+    own = slice(comm.rank * 6, comm.rank * 6 + 6)
+    by_gathered = jax.jit(jax.grad(of_gather))(mine)
+    assert by_gathered.dtype == mine.dtype
+    assert np.array_equal(by_gathered, 2 * total[own] * mine.conj())
+    by_broadcast = 2 * total[:6] * mine.conj() if comm.rank == 1 else np.zeros(6)
+    assert np.array_equal(jax.jit(jax.grad(of_broadcast))(mine), by_broadcast)
+    tangents = jax.jvp(lambda z: all_gather(z, comm), (mine,), (2j * mine,))[1]
+    assert np.array_equal(tangents, 2j * everybody.reshape(-1))
+
+
+def test_complex_numbers_have_derivatives(seed: int) -> None:
+    launch(in_group, 2, (derivatives_of_complex_numbers, seed), timeout_s=60)
+
+
+def derivatives_of_eight_bits(comm: XlaCommunicator) -> None:
+    """16 + 1 is 16 with four significant bits, and 16 + 1 + 1 is 18."""
+    for dtype in ("float8_e4m3fn", "float8_e4m3"):
+        mine = jnp.ones(2, dtype)
+        cotangent = 16 if comm.rank == 0 else 1
+        (by_gathered,) = jax.vjp(lambda x: all_gather(x, comm), mine)[1](
+            jnp.full(2 * comm.size, cotangent, dtype)
+        )
+        assert by_gathered.dtype == mine.dtype
+        assert by_gathered.astype(float).tolist() == [18.0, 18.0]
+        (by_broadcast,) = jax.vjp(lambda x: broadcast(x, comm, 1), mine)[1](
+            jnp.full(2, cotangent, dtype)
+        )
+        assert by_broadcast.astype(float).tolist() == [18.0 if comm.rank == 1 else 0.0] * 2
+
+
+def test_cotangents_of_eight_bits_are_rounded_once() -> None:
+    launch(in_group, 3, (derivatives_of_eight_bits,), timeout_s=60)
 
 
 def batched(comm: XlaCommunicator, seed: int) -> None:
@@ -319,6 +371,29 @@ def alone() -> Iterator[XlaCommunicator]:
         yield comm
 
 
+COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "all_gather": (all_gather, lambda x: jax.lax.all_gather(x, "ranks", tiled=True)),
+    "reduce_scatter": (reduce_scatter, lambda x: jax.lax.psum_scatter(x, "ranks", tiled=True)),
+    "all_reduce": (all_reduce, lambda x: jax.lax.psum(x, "ranks")),
+    "broadcast": (broadcast, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_python_number_takes_the_dtype_of_an_array_as_in_jax(
+    name: str, alone: XlaCommunicator
+) -> None:
+    collective, jaxs = COLLECTIVES[name]
+    weak = jnp.broadcast_to(jnp.asarray(2.0), 3)
+    assert weak.weak_type
+    expected = jax.vmap(jaxs, axis_name="ranks")(weak[None])[0]
+    result = jax.jit(collective, static_argnums=1)(weak, alone)
+    assert result.weak_type == expected.weak_type
+    product = result * jnp.ones(3, "bfloat16")
+    assert product.dtype == (expected * jnp.ones(3, "bfloat16")).dtype == "bfloat16"
+    assert not collective(np.full(3, 2.0, np.float32), alone).weak_type
+
+
 REFUSALS: dict[str, tuple[Callable[[XlaCommunicator], object], type[Exception], str]] = {
     "scalar": (lambda c: all_gather(1.0, c), ValueError, r"all_gather: x has no axes; give x.resh"),
     "pytree": (
@@ -352,6 +427,31 @@ REFUSALS: dict[str, tuple[Callable[[XlaCommunicator], object], type[Exception], 
         lambda c: broadcast(jnp.ones(2), c, 1),
         ValueError,
         "root is 1; it must be a rank, 0 to",
+    ),
+    "root is True": (
+        lambda c: broadcast(jnp.ones(2), c, True),
+        ValueError,
+        "root is True; it must be a rank, 0 to 0",
+    ),
+    "root is a float": (
+        lambda c: broadcast(jnp.ones(2), c, 0.0),
+        ValueError,
+        r"root is 0.0; it must be a rank, 0 to 0",
+    ),
+    "root is computed": (
+        lambda c: jax.jit(lambda root: broadcast(jnp.ones(2), c, root))(0),
+        ValueError,
+        "root is JitTracer.*; it must be a rank, 0 to 0, that is known while JAX traces",
+    ),
+    "int1": (
+        lambda c: all_gather(jnp.ones(2, "int1"), c),
+        TypeError,
+        "x is of int1, whose elements",
+    ),
+    "list of ops": (
+        lambda c: all_reduce(jnp.ones(2), c, ["sum"]),
+        ValueError,
+        r"op is \['sum'\]; accepted: 'sum'",
     ),
     "no group": (
         lambda c: all_gather(jnp.ones(2), 2),

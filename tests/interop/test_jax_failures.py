@@ -124,6 +124,52 @@ def test_a_compiled_program_outlives_its_group_and_raises() -> None:
     launch(program_of_a_closed_group, 2, timeout_s=60)
 
 
+def logarithm(x: jax.Array, comm: XlaCommunicator) -> jax.Array:
+    """-Inf on rank 0, and NaN on rank 1."""
+    return jnp.log(0 * all_reduce(x, comm) - comm.rank)
+
+
+def logarithm_after_a_loop(x: jax.Array, comm: XlaCommunicator) -> jax.Array:
+    looped, _ = jax.lax.scan(lambda y, _: (all_reduce(y, comm), None), x, None, length=2)
+    return jnp.log(0 * looped - comm.rank)
+
+
+def nan_on_rank_1(function: Callable[..., jax.Array], with_jit: bool) -> str:
+    jax.config.update("jax_debug_nans", True)
+    ranks = shardcomm.Communicator.from_env(deadline_s=30)
+    with ranks, pytest.raises((CommError, FloatingPointError)) as failed:
+        call_and_go_on(ranks, function, with_jit)
+    error = failed.value
+    return error.kind if isinstance(error, CommError) else str(error)
+
+
+def call_and_go_on(
+    ranks: shardcomm.Communicator, function: Callable[..., jax.Array], with_jit: bool
+) -> None:
+    with XlaCommunicator(ranks, deadline_s=20) as comm:
+        with jax.disable_jit(not with_jit):
+            jax.jit(function, static_argnums=1)(jnp.ones(3), comm)
+        for _ in range(2):  # which would pair with the calls of a second run on rank 1
+            total(jnp.ones(3), comm).block_until_ready()
+
+
+@pytest.mark.parametrize("function", [logarithm, logarithm_after_a_loop])
+@pytest.mark.parametrize(
+    ("with_jit", "expected"),
+    [
+        (True, "all_reduce: a jitted function that calls it has returned a value that is nan"),
+        (False, "invalid value (nan) encountered in log"),
+    ],
+    ids=["jit", "disable_jit"],
+)
+def test_jax_looks_for_a_nan_of_one_rank_without_a_call_that_others_do_not_make(
+    function: Callable[..., jax.Array], with_jit: bool, expected: str
+) -> None:
+    of_rank_0, of_rank_1 = launch(nan_on_rank_1, 2, (function, with_jit), timeout_s=60)
+    assert of_rank_0 == "closed"
+    assert of_rank_1.startswith(expected)
+
+
 def held() -> tuple[int, int]:
     """File descriptors and shared mappings of this process."""
     mappings = Path("/proc/self/maps").read_text().splitlines()

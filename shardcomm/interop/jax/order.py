@@ -19,10 +19,11 @@ JAX has no public names for ordered effects, so this file uses JAX's own.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
-from jax._src import dispatch, effects
+from jax._src import api_util, dispatch, effects
 from jax.interpreters import mlir
 
 
@@ -36,6 +37,8 @@ class _Call(effects.Effect):
     def __repr__(self) -> str:
         return "a call of shardcomm"
 
+
+_RUN_AGAIN = api_util.InternalFloatingPointError
 
 ORDER = _Order()
 EFFECTS = {ORDER, _Call()}
@@ -60,6 +63,23 @@ def token_of(ctx: Any) -> Any:
 def set_token(ctx: Any, token: Any) -> None:
     """Hands on the token that a call has returned."""
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDER: token})))
+
+
+def check_all_ranks_call(operation: str) -> None:
+    """FloatingPointError where JAX looks for a NaN: it runs the jitted function again, and only on ranks that got one.
+
+    Other ranks' next calls would meet those of that run. JAX makes it while it handles an exception of its own
+    (`jax._src.api_util.maybe_recursive_nan_check`). When that is over, a FloatingPointError has come of it.
+    """
+    handled: BaseException | None = sys.exception()
+    while handled is not None and not isinstance(handled, _RUN_AGAIN | FloatingPointError):
+        handled = handled.__context__
+    if isinstance(handled, _RUN_AGAIN):
+        raise FloatingPointError(
+            f"{operation}: a jitted function that calls it has returned a value that is {handled.ty}, and "
+            f"jax_debug_{handled.ty}s would run it again, on this rank alone; run it on every rank under "
+            "jax.disable_jit(), which says where the value comes from without another run"
+        )
 
 
 def finish() -> bool:

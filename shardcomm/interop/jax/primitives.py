@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core
 from jax._src.interpreters import partial_eval
@@ -17,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from shardcomm.interop.jax.library import TARGET
-from shardcomm.interop.jax.order import EFFECTS, set_token, token_of
+from shardcomm.interop.jax.order import EFFECTS, check_all_ranks_call, set_token, token_of
 from shardcomm.interop.jax.xla_communicator import XlaCommunicator
 
 OPS = {"sum": 0, "avg": 1, "max": 2, "min": 3}  # of shc_op
@@ -26,13 +27,19 @@ OPS = {"sum": 0, "avg": 1, "max": 2, "min": 3}  # of shc_op
 def _primitive(name: str, *, in_place: bool = False) -> Primitive:
     """A primitive of one array; its parameters are `comm` and, for some, `op` or `root`."""
     primitive = Primitive(name)
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    primitive.def_impl(partial(_call, primitive))
     batching.primitive_batchers[primitive] = partial(_batched, primitive)
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
     for platform in ("cpu", "cuda"):
         rule = partial(_lower, name=name, in_place=in_place, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
+
+
+def _call(primitive: Primitive, x: Any, **params: Any) -> Any:
+    """A call outside of `jax.jit`."""
+    check_all_ranks_call(primitive.name)
+    return xla.apply_primitive(primitive, x, **params)
 
 
 def _lower(
@@ -47,6 +54,7 @@ def _lower(
     root: int | None = None,
 ) -> Any:
     comm.check_platform(name, platform)
+    check_all_ranks_call(name)
     call = jax.ffi.ffi_lowering(
         TARGET, has_side_effect=True, operand_output_aliases={1: 1} if in_place else None
     )
@@ -72,7 +80,7 @@ def _batched(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
     So ranks batch alike, as they give the same shapes: one that does not, or does not batch, gets a mismatch.
     """
     (x,), (dim,) = args, dims
-    return primitive.bind(jax.numpy.moveaxis(x, dim, -1), **params), x.ndim - 1
+    return primitive.bind(jnp.moveaxis(x, dim, -1), **params), x.ndim - 1
 
 
 def _checkpoint(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
@@ -91,7 +99,7 @@ def _checkpoint(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any
 
 
 def _with_rows(x: Any, rows: int) -> Any:
-    return core.ShapedArray((rows, *x.shape[1:]), x.dtype)
+    return x.update(shape=(rows, *x.shape[1:]))
 
 
 all_gather_p = _primitive("all_gather")
@@ -112,16 +120,29 @@ def _(x: Any, *, comm: XlaCommunicator, op: str) -> Any:
 
 @all_reduce_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: XlaCommunicator, op: str) -> Any:
-    return core.ShapedArray(x.shape, x.dtype), EFFECTS
+    return x, EFFECTS
 
 
 @broadcast_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: XlaCommunicator, root: int) -> Any:
-    return core.ShapedArray(x.shape, x.dtype), EFFECTS
+    return x, EFFECTS
+
+
+def _summed(primitive: Primitive, grad: Any, comm: XlaCommunicator) -> Any:
+    """A sum of cotangents, which have every dtype that is gathered and has derivatives.
+
+    A complex number is a pair of reals, and eight bits are summed in 32 and rounded once.
+    """
+    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        pairs = jnp.stack([grad.real, grad.imag], axis=-1)
+        total = primitive.bind(pairs, comm=comm, op="sum")
+        return jax.lax.complex(total[..., 0], total[..., 1])
+    dtype = jnp.float32 if grad.dtype.itemsize == 1 else grad.dtype
+    return primitive.bind(grad.astype(dtype), comm=comm, op="sum").astype(grad.dtype)
 
 
 def _transposed_gather(grad: Any, x: Any, *, comm: XlaCommunicator) -> Any:
-    return [reduce_scatter_p.bind(grad, comm=comm, op="sum")]
+    return [_summed(reduce_scatter_p, grad, comm)]
 
 
 def _transposed_reduce(grad: Any, x: Any, *, comm: XlaCommunicator, op: str) -> Any:
@@ -134,9 +155,9 @@ def _transposed_all_reduce(grad: Any, x: Any, *, comm: XlaCommunicator, op: str)
 
 
 def _transposed_broadcast(grad: Any, x: Any, *, comm: XlaCommunicator, root: int) -> Any:
-    total = all_reduce_p.bind(grad, comm=comm, op="sum")
+    total = _summed(all_reduce_p, grad, comm)
     # By a choice in the program, which is then the same on all ranks, as are its derivatives.
-    return [jax.numpy.where(comm.rank == root, total, 0)]
+    return [jnp.where(comm.rank == root, total, 0)]
 
 
 def _jvp_of_reduce(
