@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d
 
 from shardcomm import _C
@@ -27,9 +26,9 @@ from shardcomm.comm.introduction import host_identity
 from shardcomm.comm.own_device import check_sums, check_transport, checked_device, take
 from shardcomm.comm.transport_choice import MakeGroups, choose_transport
 from shardcomm.comm.words import DEADLINE_S, CtaPolicy, Sums, Transport
-from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange
+from shardcomm.meeting.exchange import Exchange, GroupExchange
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
-from shardcomm.meeting.mpi import MpiExchange, check_mpi
+from shardcomm.meeting.mpi import check_mpi, mpi_store
 from shardcomm.meeting.store import env_store
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
@@ -54,7 +53,7 @@ def from_env(
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
     name = f"shardcomm/{next(_groups)}"
-    exchange = StoreExchange(store, name, rank, size, deadline_s)
+    exchange = Exchange(store, name, rank, size, deadline_s)
 
     with exchange.telling():
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
@@ -81,25 +80,24 @@ def from_mpi(
     """See `shardcomm.connect`."""
     check_mpi("connect", mpi)
     check_seconds("connect", "deadline_s", deadline_s)
-    exchange = MpiExchange(mpi, deadline_s)
-    rank, size = exchange.rank, exchange.size
-    hosts = exchange(host_identity().encode())
-    here = hosts[rank]
-    own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
-    where = checked_device("connect", own, transport, device, cta_policy, sums)
-    take(where)
+    store, hosts = mpi_store(mpi, host_identity(), deadline_s)
+    rank, size = mpi.Get_rank(), mpi.Get_size()
+    exchange = Exchange(store, "shardcomm", rank, size, deadline_s)
 
-    def gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
-        store = None
-        if rank == 0:
-            store = TCPStore(address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        port = int(exchange(str(store.port).encode() if store else b"")[0])
-        address = exchange(address.encode())[0].decode()
-        store = store or TCPStore(address, port, timeout=timeout, wait_for_workers=False)
-        return _gloo_groups(exchange, _Store("connect", store, "shardcomm", where), ranks)
-
-    return choose_transport(exchange, transport, where, gloo, cta_policy, sums)
+    with exchange.telling():
+        here = hosts[rank]
+        own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
+        where = checked_device("connect", own, transport, device, cta_policy, sums)
+        take(where)
+        over = _Store("connect", store, "shardcomm", where)
+        return choose_transport(
+            exchange,
+            transport,
+            where,
+            lambda ranks: _gloo_groups(exchange, over, ranks),
+            cta_policy,
+            sums,
+        )
 
 
 class _Store(NamedTuple):
@@ -154,10 +152,6 @@ def from_process_group(
     sums: Sums,
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
-    check_transport(transport)
-    nccl.check_cta_policy(cta_policy)
-    if deadline_s is not None:
-        check_seconds("from_process_group", "deadline_s", deadline_s)
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -169,7 +163,32 @@ def from_process_group(
     check_member("from_process_group", group)
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
-    kinds = backend_names(group)
+    kinds = backend_names("from_process_group", group)
+    if deadline_s is None:
+        patience_s = timeout_s(group, torch.device(next(iter(kinds))))
+    else:
+        check_seconds("from_process_group", "deadline_s", deadline_s)
+        patience_s = deadline_s
+    exchange = GroupExchange(group, patience_s)
+    # The other arguments are checked when all ranks have met, so that all hear of what one rank is refused.
+    with exchange.telling():
+        check_transport(transport)
+        nccl.check_cta_policy(cta_policy)
+        where = _checked_device(group, kinds, transport, device, sums)
+        if deadline_s is None:
+            exchange.deadline_s = timeout_s(group, where)
+        groups = _groups_of(group, range(group.size()), exchange, where)
+        return choose_transport(exchange, transport, where, groups, cta_policy, sums)
+
+
+def _checked_device(
+    group: dist.ProcessGroup,
+    kinds: dict[str, str],
+    transport: Transport,
+    device: torch.device | str | None,
+    sums: Sums,
+) -> torch.device:
+    """The device of this rank of a group with these backends, where it can sum so over the transport."""
     found = _device_of(group, kinds, transport) if device is None else _bound(group, device)
     try:
         where = (
@@ -185,10 +204,7 @@ def from_process_group(
             f"{error}; device was left out, and the group's tensors of GPUs are NCCL's: give device='cpu' to exchange "
             "those of CPUs"
         ) from None
-    patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
-    exchange = GroupExchange(group, patience_s)
-    groups = _groups_of(group, range(group.size()), exchange, where)
-    return choose_transport(exchange, transport, where, groups, cta_policy, sums)
+    return where
 
 
 def from_ranks_of(
@@ -199,12 +215,10 @@ def from_ranks_of(
     All ranks of the group call it, each with the members that it belongs to. These meet in the group's store, so that
     torch makes no group of them.
     """
-    where = core_device("fully_shard", _bound(group, device))
-    patience_s = timeout_s(group, where)
-    name = f"{_new_name(GroupExchange(group, patience_s))}/{members[0]}"
-    own = members.index(group.rank())
-    exchange = StoreExchange(group.get_group_store(), name, own, len(members), patience_s)
+    found = _bound(group, device)
+    exchange = GroupExchange(group, timeout_s(group, torch.device(found)), members)
     with exchange.telling():
+        where = core_device("fully_shard", found)
         groups = _groups_of(group, members, exchange, where)
         return choose_transport(exchange, "auto", where, groups)
 
@@ -266,12 +280,19 @@ def check_member(operation: str, group: object) -> None:
         )
 
 
-def backend_names(group: dist.ProcessGroup) -> dict[str, str]:
+def backend_names(operation: str, group: dist.ProcessGroup) -> dict[str, str]:
     """The group's backend for each type of device, such as {"cpu": "gloo", "cuda": "nccl"}.
 
     Where no backend was named, it is the accelerator's, which `torch.distributed.get_backend` calls "undefined".
+
+    Raises:
+        ValueError: torch.distributed does not know the group.
     """
-    dist.get_backend(group)  # first, since it has a sentence for a group that torch does not know
+    if group not in distributed_c10d._world.pg_map:
+        raise ValueError(
+            f"{operation}: group is a ProcessGroup that was destroyed, or that torch.distributed did not make; call "
+            "this before destroy_process_group, or give a group of init_process_group or new_group"
+        )
     pairs = dist.get_backend_config(group).split(",")
     return dict(pair.split(":", 1) for pair in pairs)
 

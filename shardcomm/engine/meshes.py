@@ -173,10 +173,28 @@ def _laid_over(ranks: object, strategy: Strategy) -> Mesh:
             "the ranks of comm alone, or give this rank a DeviceMesh that has it"
         )
     if isinstance(ranks, DeviceMesh) and strategy.hybrid:
+        _check_order(ranks)
         return Mesh(shard=_of_dim(ranks, 1), replicate=_of_dim(ranks, 0))
     comm = _of_dim(ranks, 0) if isinstance(ranks, DeviceMesh) else ranks
     alone = Communicator.local_group(1, device=comm.device)[0]
     return Mesh(comm, alone) if strategy.shard_params else Mesh(alone, comm)
+
+
+def _check_order(ranks: DeviceMesh) -> None:
+    """Checks that the ranks of each column hold one shard: torch's groups have their ranks in ascending order.
+
+    Raises:
+        ValueError: On every rank of the DeviceMesh, if one rank of a row has other places in it than another row's has.
+    """
+    table = ranks.mesh
+    in_row, in_column = (table.argsort(dim).argsort(dim) for dim in (1, 0))
+    if not ((in_row == in_row[:1]).all() and (in_column == in_column[:, :1]).all()):
+        in_order = table.flatten().sort().values.view_as(table)
+        raise ValueError(
+            f"comm is a DeviceMesh of the ranks {table.tolist()}; the groups that torch makes of them have their ranks "
+            "in ascending order, in which the ranks of a column would hold different shards: give one in whose rows, "
+            f"and in whose columns, the ranks are in the same order, such as {in_order.tolist()}"
+        )
 
 
 def _secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:

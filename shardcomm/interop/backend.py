@@ -36,7 +36,7 @@ from shardcomm.files.installed import get_library_dir
 from shardcomm.interop import c_library
 from shardcomm.interop.c_library import SHM, CLibrary, loaded_everywhere
 from shardcomm.meeting.comm_error import like
-from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.meeting.exchange import Exchange
 
 NAME = "shardcomm"
 
@@ -102,7 +102,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         return cast("tuple[dist.ProcessGroup, dist.ProcessGroup]", carriers)
 
     deadline_s = timeout.total_seconds()
-    exchange = StoreExchange(store, "connect", rank, size, deadline_s)
+    exchange = Exchange(store, "connect", rank, size, deadline_s)
     with (
         exchange.telling(),
         choose_transport(exchange, "auto", _CPU, through_gloo) as comm,

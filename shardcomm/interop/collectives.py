@@ -216,7 +216,7 @@ def _communicator(operation: str, group: Group, device: torch.device) -> Communi
         raise TypeError(
             f"{operation}: group is {group!r}; it must be a ProcessGroup of which this rank is part, or a Communicator"
         )
-    kinds = backend_names(group)
+    kinds = backend_names(operation, group)
     is_mixed = len(set(kinds.values())) > 1
     if is_mixed and device.type not in kinds:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How ranks show each other a few bytes at set-up, over a torch Store or a ProcessGroup.
+"""How ranks show each other a few bytes at set-up, over a torch Store: a launcher's, a ProcessGroup's, or rank 0's.
 
-No rank waits for one that is known to have died, or longer than the deadline, and Ctrl-C ends every wait. Over a store,
-a rank that gives up leaves word for the others. A seal tells the words of ranks from what somebody else wrote there::
+No rank waits for one that is known to have died, or longer than the deadline, and Ctrl-C ends every wait. A rank that
+gives up leaves word for the others. A seal tells the words of ranks from what somebody else wrote there::
 
     NAME/0/1       the word of rank 1 in the first round (its world size and its payload), behind a header and a seal
                    over key and word
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hmac
 import itertools
+import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
 from shardcomm._C import CommError, ProcessWatch
 from shardcomm.meeting.background import Background
@@ -51,48 +52,56 @@ class Watched(NamedTuple):
     watch: ProcessWatch
 
 
-class Exchange(ABC):
+class Exchange:
     """An all-gather of bytes at set-up: a call with bytes returns those of all ranks, in rank order; collective.
+
+    All ranks share `store`, in which `name` keeps the keys apart from those of other exchanges.
 
     Raises:
         CommError: A rank did not come within `deadline_s` seconds, or died, or gave up.
     """
 
-    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, deadline_s: float) -> None:
         self.rank = rank
         self.size = size
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
         """The processes whose death ends a wait, by rank. `comm.introduction` fills it."""
+        self._store = store
+        self._name = name
+        self._rounds = itertools.count()
         self._gave_up: CommError | None = None  # the error of another rank, when it was heard
+        self._failure_is_posted = False
 
-    @abstractmethod
     def __call__(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in rank order; collective."""
+        over = threading.Event()
+        turn = next(self._rounds)
+        keys = [f"{self._name}/{turn}/{peer}" for peer in range(self.size)]
+        with self.telling():
+            return self._wait_for(lambda: self._round(keys, payload, over), over)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
         """A context: an exception in it reaches the ranks that wait for this one in their set-up, as a CommError."""
         try:
             yield
-        except CommError as error:
-            self._tell(error)
-            raise
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            text = f"rank {self.rank} of {self.size} gave up its set-up: {said}"
-            self._tell(comm_error("aborted", text, rank=self.rank, reporter=self.rank))
+            self._tell(gave_up(error, self.rank, self.size))
             raise
 
-    @abstractmethod
-    def _tell(self, error: CommError) -> None:
-        """Leaves word for the other ranks, if there is a place for it."""
+    def wait_for(self, fn: Callable[[], T]) -> T:
+        """Calls fn(), which waits for other ranks otherwise than through this exchange."""
+        ended = threading.Event()
+        listening = Background(lambda: self._listen(ended))
+        try:
+            return self._wait_for(fn, ended)
+        finally:
+            # A thread that comes back from the store when the interpreter has ended would abort the process.
+            listening.ended(_LAST_WORD_S)
 
-    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
-        """Calls fn(), which waits for other ranks.
-
-        `over` is set when the wait ends, and tells fn to look a last time and to say what is missing.
-        """
+    def _wait_for(self, fn: Callable[[], T], over: threading.Event) -> T:
+        """Calls fn(). `over` is set when the wait ends: who reads the store then looks a last time."""
         begun = Background(fn)
         end = time.monotonic() + self.deadline_s
         trouble: CommError | None = None
@@ -102,15 +111,18 @@ class Exchange(ABC):
                     break
                 trouble = self.trouble()
         finally:
-            if over is not None:
-                over.set()
+            over.set()
         # A last word that a rank left before it died still counts: it may have ended because all was done.
         if not begun.ended(_LAST_WORD_S):
-            raise self._gave_up or trouble or self._late("nobody answers")
+            raise (
+                self._gave_up
+                or trouble
+                or late("nobody answers", self.rank, self.size, self.deadline_s)
+            )
         try:
             return begun.result()
         except _NotAllCameError as error:
-            raise trouble or self._late(str(error)) from None
+            raise trouble or late(str(error), self.rank, self.size, self.deadline_s) from None
         except CommError:  # it names the cause; a process that is seen dead may have died of it
             raise
         except RuntimeError as error:  # torch's, of a connection that a rank's death may have cut
@@ -136,52 +148,13 @@ class Exchange(ABC):
                 return None
             time.sleep(0.01)
 
-    def _late(self, why: str) -> CommError:
-        within = f"within {self.deadline_s:g} s"
-        text = (
-            f"rank {self.rank} of {self.size}: not all ranks came to the rendezvous {within}: {why}"
-        )
-        return comm_error("late", text, reporter=self.rank)
-
-
-class StoreExchange(Exchange):
-    """An exchange over a store that all ranks share. `name` keeps its keys apart from those of other exchanges."""
-
-    def __init__(self, store: Store, name: str, rank: int, size: int, deadline_s: float) -> None:
-        super().__init__(rank, size, deadline_s)
-        self._store = store
-        self._name = name
-        self._rounds = itertools.count()
-        self._failed = f"{name}/failed"
-        self._failure_is_posted = False
-
-    def __call__(self, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
-        over = threading.Event()
-        turn = next(self._rounds)
-        keys = [f"{self._name}/{turn}/{peer}" for peer in range(self.size)]
-        with self.telling():
-            return self.wait_for(lambda: self._round(keys, payload, over), over)
-
-    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
-        """See `Exchange`."""
-        if over is not None:  # a round, which itself reads the word of a rank that gives up
-            return super().wait_for(fn, over)
-        ended = threading.Event()
-        listening = Background(lambda: self._listen(ended))
-        try:
-            return super().wait_for(fn, ended)
-        finally:
-            # A thread that comes back from the store when the interpreter has ended would abort the process.
-            listening.ended(_LAST_WORD_S)
-
     def _listen(self, over: threading.Event) -> None:
         """Until `over`, listens whether another rank gives up. It cannot do so over a store that cannot be cloned."""
         # On a connection of its own: while torch waits for a key, torch's connection answers nobody else.
         self._store = self._store.clone()  # type: ignore[attr-defined]
         while self._gave_up is None:
             last = over.is_set()
-            if (word := self._read(self._failed)) is not None:
+            if (word := self._read(f"{self._name}/failed")) is not None:
                 self._gave_up = from_bytes(word)
             if last:
                 return
@@ -191,7 +164,9 @@ class StoreExchange(Exchange):
         if not self._failure_is_posted:
             self._failure_is_posted = True
             # On a thread, since a store that is stopped must not keep this rank.
-            Background(lambda: self._post(self._failed, to_bytes(error))).ended(_LAST_WORD_S)
+            Background(lambda: self._post(f"{self._name}/failed", to_bytes(error))).ended(
+                _LAST_WORD_S
+            )
 
     def _round(self, keys: Sequence[str], payload: bytes, over: threading.Event) -> list[bytes]:
         own = b"%d\n" % self.size + payload
@@ -216,7 +191,7 @@ class StoreExchange(Exchange):
                     break  # one question a look is enough, until the wait is over
             if len(shown) == self.size:
                 return [shown[peer] for peer in range(self.size)]
-            if (word := self._read(self._failed)) is not None:
+            if (word := self._read(f"{self._name}/failed")) is not None:
                 raise from_bytes(word)
             if last:
                 missing = [str(peer) for peer in range(self.size) if peer not in shown]
@@ -271,35 +246,53 @@ class StoreExchange(Exchange):
 
 
 class GroupExchange(Exchange):
-    """An exchange over a ProcessGroup, by its collectives."""
+    """An exchange between some ranks of a ProcessGroup, over its store; None: all its ranks.
 
-    def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
-        super().__init__(group.rank(), group.size(), deadline_s)
-        self._group = group
+    All ranks of the group make it, in a collective of the group's own: if one of them has died, Gloo says so at once.
+    """
 
-    def __call__(self, payload: bytes) -> list[bytes]:
+    def __init__(
+        self, group: dist.ProcessGroup, deadline_s: float, members: Sequence[int] | None = None
+    ) -> None:
+        members = range(group.size()) if members is None else members
+        rank, size = members.index(group.rank()), len(members)
+        # Not group.get_group_store(), which a group of threads does not have.
+        store = distributed_c10d._get_process_group_store(group)
+        super().__init__(store, "", rank, size, deadline_s)
+        self._is_of_threads = dist.get_backend(group) == "threaded"  # torch's own, for tests
+
+        def name() -> str:  # which the store has never had, although names of groups come again
+            everybody = [""] * group.size()
+            dist.all_gather_object(everybody, secrets.token_hex(8), group=group)
+            return f"shardcomm/{everybody[0]}/{members[0]}"
+
+        self._name = self.wait_for(name)
+
+    def wait_for(self, fn: Callable[[], T]) -> T:
         """See `Exchange`."""
-
-        def gather() -> list[bytes]:
-            everybody: list[bytes] = [b""] * self.size
-            dist.all_gather_object(everybody, payload, group=self._group)
-            return everybody
-
-        return self.wait_for(gather)
-
-    def _tell(self, error: CommError) -> None:
-        """Does nothing: a group has no place for a word. Its other ranks hear of it when this process ends."""
-
-    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
-        """See `Exchange`."""
-        if dist.get_backend(self._group) == "threaded":  # torch's own, for tests: ranks are threads
+        if self._is_of_threads:  # each of which has its own groups
             return fn()
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return super().wait_for(fn, over)
+            return super().wait_for(fn)
         device = torch.cuda.current_device()  # a thread's own, which fn's thread takes over
 
         def on_device() -> T:
             with torch.cuda.device(device):
                 return fn()
 
-        return super().wait_for(on_device, over)
+        return super().wait_for(on_device)
+
+
+def gave_up(error: BaseException, rank: int, size: int) -> CommError:
+    """What the other ranks raise when `error` ended the set-up of this one."""
+    if isinstance(error, CommError):
+        return error
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = f"rank {rank} of {size} gave up its set-up: {said}"
+    return comm_error("aborted", text, rank=rank, reporter=rank)
+
+
+def late(why: str, rank: int, size: int, deadline_s: float) -> CommError:
+    """What this rank raises if others have not come in time."""
+    text = f"rank {rank} of {size}: not all ranks came to the rendezvous within {deadline_s:g} s: {why}"
+    return comm_error("late", text, reporter=rank)

@@ -14,7 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C, Bucket, CommError, Communicator, Mesh, Stream, fully_shard, launch
+from shardcomm import (
+    _C,
+    Bucket,
+    CommError,
+    Communicator,
+    Mesh,
+    Stream,
+    all_gather_into_tensor,
+    fully_shard,
+    launch,
+)
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.stream.streams import Streams
 from support.random_collectives import OPS, random_collectives, reduced, values
@@ -381,8 +391,24 @@ def test_a_group_that_has_nccl_is_of_the_gpu_unless_another_device_is_asked_for(
     launch(of_a_group_with_nccl, 1, (config,), timeout_s=60)
 
 
+def give_a_group_that_is_no_more() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+    assert group is not None
+    dist.destroy_process_group(group)
+    said = "^{}: group is a ProcessGroup that was destroyed, .*; call this before destroy_process_group"
+    with pytest.raises(ValueError, match=said.format("from_process_group")):
+        Communicator.from_process_group(group)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=said.format("from_process_group")):
+        Communicator.from_process_group(group)
+    with pytest.raises(ValueError, match=said.format("all_gather_into_tensor")):
+        all_gather_into_tensor(torch.ones(1), torch.ones(1), group=group)
+
+
 def test_a_group_that_torch_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not initialized in the world group map"):
+    launch(give_a_group_that_is_no_more, 1, timeout_s=60)
+    with pytest.raises(ValueError, match=r"that torch\.distributed did not make"):
         Communicator.from_process_group(dist.ProcessGroup(dist.HashStore(), 0, 1))
 
 

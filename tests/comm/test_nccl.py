@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardcomm import _C, CommError
 from shardcomm.comm import core, nccl
-from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.meeting.exchange import Exchange
 from support.thread_ranks import each_rank
 
 RANKS = 3
@@ -32,7 +32,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(store: dist.Store, rank: int, deadline_s: float = 30.0) -> Any:
-    exchange = StoreExchange(store, "test", rank, RANKS, deadline_s)
+    exchange = Exchange(store, "test", rank, RANKS, deadline_s)
     return nccl.connect(exchange, rank, RANKS, 0, deadline_s)
 
 

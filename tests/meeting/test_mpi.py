@@ -103,6 +103,96 @@ else:
     assert late == f"late: rank 0 of 2: {said}"
 
 
+# `attempt` prints what a rank raises, and whether it heard of it at once.
+ATTEMPTS = r"""
+import socket, time
+from shardcomm.comm import rendezvous
+
+rank = MPI.COMM_WORLD.Get_rank()
+
+def refuse(*_):
+    raise LookupError("odd")
+
+def attempt(name, **options):
+    begun = time.monotonic()
+    try:
+        shardcomm.connect(mpi=MPI.COMM_WORLD, **({"device": "cpu", "deadline_s": 60} | options))
+    except (shardcomm.CommError, ValueError, LookupError) as error:
+        when = "at once" if time.monotonic() - begun < 20 else "late"
+        print(f"{name}, rank {rank} {when}: {type(error).__name__}: {error}\n", end="", flush=True)
+
+def meet():
+    with shardcomm.connect(mpi=MPI.COMM_WORLD, device="cpu", deadline_s=60) as comm:
+        total = np.ones(1)
+        comm.all_reduce(total)
+        print(f"met, rank {rank} of {total[0]:.0f}\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("set-up that fails")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_why_one_rank_gives_up_reaches_the_others_at_once_and_they_can_meet_again(
+    tmp_path: Path, victim: int
+) -> None:
+    program = f"""
+own = rank == {victim}
+attempt("device", device="tpu" if own else "cpu")
+meet()
+member = rendezvous._C.ShmMember
+if own:
+    rendezvous._C.ShmMember = refuse
+attempt("endpoint")
+rendezvous._C.ShmMember = member
+meet()
+"""
+    lines = by_mpirun(tmp_path, 3, ATTEMPTS + program)
+    heard = f"CommError: rank {victim} of 3 gave up its set-up: "
+    said = {"device": "ValueError: connect: device is tpu", "endpoint": "LookupError: odd"}
+    expected = [
+        f"{name}, rank {rank} at once: {'' if rank == victim else heard}{why}"
+        for name, why in said.items()
+        for rank in range(3)
+    ]
+    assert len(lines) == 12
+    for line, begin in zip(lines, expected, strict=False):
+        assert line.startswith(begin), lines
+    assert lines[6:] == [f"met, rank {rank} of 3" for rank in (0, 0, 1, 1, 2, 2)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_came_too_late_is_met_by_the_next_call(tmp_path: Path) -> None:
+    program = """
+if rank == 0:
+    attempt("first", deadline_s=0.5)
+    MPI.COMM_WORLD.send("over", 1)
+else:
+    MPI.COMM_WORLD.recv()
+meet()
+meet()
+"""
+    late, *met = by_mpirun(tmp_path, 2, ATTEMPTS + program)
+    assert late.startswith("first, rank 0 at once: CommError: rank 0 of 2: not all ranks came")
+    assert met == [f"met, rank {rank} of 2" for rank in (0, 0, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("set-up that fails")
+def test_a_name_of_rank_0_that_others_do_not_know_is_an_error_on_all(tmp_path: Path) -> None:
+    program = """
+rendezvous.host_identity = lambda: f"host {rank}"
+name, socket.gethostname = socket.gethostname, lambda: "nobody.invalid"
+attempt("name", transport="c10d")
+del rendezvous.host_identity
+socket.gethostname = name
+"""
+    zero, one = by_mpirun(tmp_path, 2, ATTEMPTS + program)
+    said = "CommError: rank 1 of 2: no rendezvous: rank 0 keeps the store at nobody.invalid:"
+    assert zero.startswith(f"name, rank 0 at once: {said}"), zero
+    assert one.startswith(f"name, rank 1 at once: {said}"), one
+    assert "each host must reach that of rank 0 by this name" in one
+
+
 def test_connect_without_mpi_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -145,14 +235,14 @@ for mpi, deadline_s in ((MPI.COMM_NULL, 30), (MPI.COMM_SELF, -1)):
 
 
 class Alone:
-    """Stands for a communicator of mpi4py whose other rank never comes."""
+    """Stands for a communicator of mpi4py whose other rank comes, and does no more."""
 
     class Request:
         def __init__(self, *buffers: Any) -> None:
             self.buffers = buffers  # mpi4py's requests hold them, too
 
         def Test(self) -> bool:
-            return False
+            return not self.buffers
 
     def __init__(self) -> None:
         self.receives: weakref.ref[np.ndarray[Any, Any]] | None = None
@@ -165,6 +255,20 @@ class Alone:
 
     def Is_inter(self) -> bool:
         return False
+
+    @classmethod
+    def Create_keyval(cls) -> int:
+        return 0
+
+    def Get_attr(self, key: int) -> None:
+        return None
+
+    def Set_attr(self, key: int, value: object) -> None: ...
+
+    def Delete_attr(self, key: int) -> None: ...
+
+    def Idup(self) -> tuple[Alone, Request]:
+        return self, self.Request()
 
     def Iallgather(self, send: Any, receives: Any) -> Request:
         self.receives = weakref.ref(receives)

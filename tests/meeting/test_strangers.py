@@ -10,19 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from shardcomm import CommError, Communicator, launch
-from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.meeting.exchange import Exchange
 from shardcomm.meeting.store import SECRET
 from support.thread_ranks import each_rank
 
 
-def errors_of(
-    body: Callable[[StoreExchange], object], store: dist.Store, ranks: int = 2
-) -> list[str]:
+def errors_of(body: Callable[[Exchange], object], store: dist.Store, ranks: int = 2) -> list[str]:
     """What each rank's CommError says."""
 
     def run(rank: int) -> str:
         with pytest.raises(CommError) as caught:
-            body(StoreExchange(store, "test", rank, ranks, 60.0))
+            body(Exchange(store, "test", rank, ranks, 60.0))
         return str(caught.value)
 
     return each_rank(run, ranks)
@@ -44,13 +42,13 @@ def test_empty_value_of_a_stranger_is_replaced(kind: str) -> None:
     if kind == "tcp":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("test/0/0", "")
-    assert StoreExchange(store, "test", 0, 1, 30.0)(b"a word") == [b"a word"]
+    assert Exchange(store, "test", 0, 1, 30.0)(b"a word") == [b"a word"]
 
 
 def test_bytes_of_a_stranger_that_some_ranks_have_not_seen_are_named_on_every_rank() -> None:
     store = dist.HashStore()
 
-    def body(exchange: StoreExchange) -> None:
+    def body(exchange: Exchange) -> None:
         if exchange.rank == 0:  # after rank 1 has said its word, and a stranger has changed it
             store.wait(["test/0/1"], timedelta(seconds=30))
             store.set("test/0/1", "something else")
@@ -64,7 +62,7 @@ def test_bytes_of_a_stranger_that_some_ranks_have_not_seen_are_named_on_every_ra
 def test_what_another_run_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setenv(SECRET, "of another run")
-    StoreExchange(store, "test", 0, 1, 30.0)(b"a word")
+    Exchange(store, "test", 0, 1, 30.0)(b"a word")
     monkeypatch.setenv(SECRET, "of this run")
     for message in errors_of(lambda exchange: exchange(b"a word"), store, ranks=1):
         assert "key 'test/0/0' of the rendezvous store" in message
@@ -72,9 +70,9 @@ def test_what_another_run_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_two_processes_with_one_rank_are_told() -> None:
     store = dist.HashStore()
-    StoreExchange(store, "test", 0, 1, 30.0)(b"process 1")
+    Exchange(store, "test", 0, 1, 30.0)(b"process 1")
     with pytest.raises(CommError, match="two processes came to the rendezvous as rank 0 of 1"):
-        StoreExchange(store, "test", 0, 1, 30.0)(b"process 2")
+        Exchange(store, "test", 0, 1, 30.0)(b"process 2")
 
 
 def keys_of_the_store() -> tuple[str, list[str]]:

@@ -31,7 +31,7 @@ from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.cli.bench import compare
 from shardcomm.cli.bench.options import layers
 from shardcomm.cli.train.progress import Progress
-from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.meeting.exchange import Exchange
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 _numbers = itertools.count()
@@ -192,7 +192,7 @@ def test_metadata_never_run_anything(data: st.DataObject, saved: Path, folder: P
 @given(content=st.binary(max_size=200))
 def test_what_a_stranger_writes_into_the_store(content: bytes) -> None:
     store = HashStore()
-    exchange = StoreExchange(store, "here", 0, 2, 0.2)
+    exchange = Exchange(store, "here", 0, 2, 0.2)
     store.set("here/0/1", content.decode("latin-1"))
     with pytest.raises(CommError, match=r"here/0/1|no word of rank 1"):
         exchange(b"payload")
