@@ -286,12 +286,17 @@ def backend_names(operation: str, group: dist.ProcessGroup) -> dict[str, str]:
     Where no backend was named, it is the accelerator's, which `torch.distributed.get_backend` calls "undefined".
 
     Raises:
-        ValueError: torch.distributed does not know the group.
+        ValueError: torch.distributed does not know the group, or keeps no store for it.
     """
     if group not in distributed_c10d._world.pg_map:
         raise ValueError(
             f"{operation}: group is a ProcessGroup that was destroyed, or that torch.distributed did not make; call "
             "this before destroy_process_group, or give a group of init_process_group or new_group"
+        )
+    if distributed_c10d._world.pg_map[group][1] is None:
+        raise ValueError(
+            f"{operation}: group is of backend {dist.get_backend(group)!r}, which keeps no store over which ranks can "
+            "meet; give a group of another backend, or call shardcomm.connect(mpi=...)"
         )
     pairs = dist.get_backend_config(group).split(",")
     return dict(pair.split(":", 1) for pair in pairs)
