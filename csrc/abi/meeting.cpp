@@ -51,7 +51,9 @@ Id read(const shc_unique_id& bytes) {
   if (known && id.length >= 0 && static_cast<std::size_t>(id.length) <= sizeof(id.payload)) {
     return id;
   }
-  throw std::invalid_argument("id is not what shc_get_unique_id of this version has made");
+  throw std::invalid_argument(
+      "id is not what shc_get_unique_id of this version has made; one process calls that, and "
+      "sends the bytes to every rank");
 }
 
 // The payload of an id of threads begins with this.

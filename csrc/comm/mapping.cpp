@@ -88,7 +88,7 @@ Fd open_window(int pid, int fd) {
   if (error == EMFILE || error == ENFILE || error == ENOMEM) throw CommError(text);
   throw UnreachableError(text +
                          "; it has ended, or its group has (each group needs an id of its own), or "
-                         "it runs as another user or in another container");
+                         "it runs as another user, in another container or on another host");
 }
 
 }  // namespace shardcomm

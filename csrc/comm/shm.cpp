@@ -191,7 +191,8 @@ std::shared_ptr<Communicator> ShmMember::attach(const CommOptions& options) {
   std::uint32_t nobody = 0;
   if (!own.attached.compare_exchange_strong(nobody, 1)) {
     throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
-                    " is taken by process " + std::to_string(own.pid.load()));
+                    " is taken by process " + std::to_string(own.pid.load()) +
+                    "; each process needs a rank of its own, and each group an id of its own");
   }
   std::shared_ptr<Processes> processes;
   std::shared_ptr<BoardCommunicator> communicator;

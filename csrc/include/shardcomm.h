@@ -45,7 +45,7 @@ extern "C" {
 #define SHC_API __attribute__((visibility("default")))
 
 // In C++ any int is a value of these enumerations, so that this library can refuse a wrong one.
-#ifdef __cplusplus
+#if defined(__cplusplus) && __cplusplus >= 201103L
 #define SHC_ENUM_BASE : int
 #else
 #define SHC_ENUM_BASE
@@ -73,7 +73,8 @@ typedef enum shc_status SHC_ENUM_BASE {
 // A status as people say it: "invalid argument". Never NULL.
 SHC_API const char* shc_status_name(shc_status status);
 
-// The last error of the calling thread. The strings are valid until this thread's next error.
+// The last error of the calling thread. The strings are valid until this thread's next error, or
+// its end.
 typedef struct shc_error {
   size_t size;
   int version;
@@ -414,6 +415,7 @@ SHC_API void shc_comm_destroy(shc_comm* comm);
 SHC_API shc_status shc_comm_rank(const shc_comm* comm, int* rank);
 SHC_API shc_status shc_comm_size(const shc_comm* comm, int* size);
 // Makes every rank's present and later collectives fail with this reason. Any thread may call it.
+// Unlike ncclCommAbort it destroys nothing: shc_comm_destroy follows, once no call is under way.
 SHC_API shc_status shc_comm_abort(shc_comm* comm, const char* reason);
 // Leaves the group now: ranks that wait for this one, or will, get SHC_COMM_ERROR.
 SHC_API shc_status shc_comm_close(shc_comm* comm);
@@ -458,10 +460,10 @@ SHC_API void shc_memory_destroy(shc_memory* memory);
 
 // ---- Collectives ----
 
-// Integers wrap on overflow, and their average is truncated. NaN and anything have NaN for their
-// greatest and their least. The last three, of bits, are for integers alone. A CUDA device has the
-// first four, for every dtype but SHC_I8. NCCL knows SHC_PROD, too, for every dtype but SHC_I8 and
-// the 16-bit floats.
+// Integers wrap on overflow, and their average is truncated; that of floats is the rounded sum
+// times 1 / size. NaN and anything have NaN for their greatest and their least. The last three, of
+// bits, are for integers alone. A CUDA device has the first four, for every dtype but SHC_I8. NCCL
+// knows SHC_PROD, too, for every dtype but SHC_I8 and the 16-bit floats.
 typedef enum shc_op SHC_ENUM_BASE {
   SHC_SUM = 0,
   SHC_AVG = 1,
@@ -516,7 +518,8 @@ SHC_API shc_status shc_all_gather(shc_comm* comm, const void* send, shc_dtype se
                                   void* recv, shc_dtype recv_dtype, int64_t count,
                                   const shc_gather_options* options, shc_stream* stream);
 // `recv`, `count` elements, gets this rank's part of what all ranks' `send` (`size` parts) reduce
-// to. 16-bit floats are summed in 32 bits, and rounded once.
+// to. 16-bit floats are summed in 32 bits, and rounded once. In place, `recv` is
+// send + rank * count, of one dtype.
 SHC_API shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_dtype,
                                       void* recv, shc_dtype recv_dtype, int64_t count, shc_op op,
                                       const shc_reduce_options* options, shc_stream* stream);

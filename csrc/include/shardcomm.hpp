@@ -8,7 +8,8 @@
 //
 // Functions mean what the functions of shardcomm.h mean, where each is documented. They throw
 // shc::Error, or std::invalid_argument for what this header itself refuses. Objects are moved and
-// not copied, as std::unique_ptr is.
+// not copied, as std::unique_ptr is. Block formats, deadlines and wait checks have no classes:
+// shc::check(shc_set_deadline(1)).
 #ifndef SHARDCOMM_HPP_
 #define SHARDCOMM_HPP_
 
@@ -23,6 +24,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -66,7 +68,17 @@ class Error : public std::runtime_error {
 };
 
 inline void check(shc_status status) {
+  if (status == SHC_NOT_READY) {  // the last error would be an older one
+    throw std::invalid_argument("shc::check: SHC_NOT_READY is no error; call shc::is_ready");
+  }
   if (status != SHC_OK) throw Error::last();
+}
+
+// False for SHC_NOT_READY.
+inline bool is_ready(shc_status status) {
+  if (status == SHC_NOT_READY) return false;
+  check(status);
+  return true;
 }
 
 // The element type of T. Specialise it for 16-bit floats: SHC_F16 for __half, for example.
@@ -111,6 +123,13 @@ std::size_t bytes_of(std::int64_t count) {
   return static_cast<std::size_t>(count) * sizeof(T);
 }
 
+template <class T>
+std::size_t message_bytes(std::int64_t count) {
+  static_assert(std::is_trivially_copyable_v<T>,
+                "T has more than its bytes, which are all that a message carries");
+  return bytes_of<T>(count);
+}
+
 // A handle that destroys itself.
 template <class T, void (*destroy)(T*)>
 class Handle {
@@ -139,17 +158,9 @@ class Event : public Handle<shc_event, shc_event_destroy> {
  public:
   explicit Event(shc_event* event) : Handle(event) {}
 
-  bool query() const {
-    const shc_status status = shc_event_query(get());
-    if (status != SHC_NOT_READY) check(status);
-    return status == SHC_OK;
-  }
+  bool query() const { return is_ready(shc_event_query(get())); }
   // False if the event has not fired within `timeout_s` seconds; negative: waits without end.
-  bool wait(double timeout_s = -1) const {
-    const shc_status status = shc_event_wait(get(), timeout_s);
-    if (status != SHC_NOT_READY) check(status);
-    return status == SHC_OK;
-  }
+  bool wait(double timeout_s = -1) const { return is_ready(shc_event_wait(get(), timeout_s)); }
 };
 
 class Stream : public Handle<shc_stream, shc_stream_destroy> {
@@ -175,6 +186,24 @@ class Collective : public Handle<shc_collective, shc_collective_destroy> {
  public:
   explicit Collective(shc_collective* bound) : Handle(bound) {}
   void operator()(const Stream* stream = nullptr) const { check(shc_start(get(), native(stream))); }
+};
+
+// A send or a receive that was started. Its buffer must be valid until it has ended or is
+// destroyed, which cancels it.
+class Request : public Handle<shc_request, shc_request_destroy> {
+ public:
+  explicit Request(shc_request* request) : Handle(request) {}
+
+  bool test() const { return is_ready(shc_request_test(get())); }
+  // False if it has not ended within `timeout_s` seconds; negative: waits until the deadline.
+  bool wait(double timeout_s = -1) const { return is_ready(shc_request_wait(get(), timeout_s)); }
+  // The rank that sent; for a send the destination. Nothing: a receive from any source has not
+  // ended.
+  std::optional<int> source() const {
+    int rank = 0;
+    if (!is_ready(shc_request_source(get(), &rank))) return std::nullopt;
+    return rank;
+  }
 };
 
 using UniqueId = shc_unique_id;
@@ -334,6 +363,39 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
     }));
   }
 
+  // Messages of `count` objects, which travel as bytes. `source` may be SHC_ANY_SOURCE.
+  template <class T>
+  void send(const T* buffer, std::int64_t count, int destination, std::int64_t tag = 0) const {
+    check(shc_send(get(), buffer, message_bytes<T>(count), destination, tag));
+  }
+  // Returns the rank that sent.
+  template <class T>
+  int recv(T* buffer, std::int64_t count, int source, std::int64_t tag = 0) const {
+    int sender = 0;
+    check(shc_recv(get(), buffer, message_bytes<T>(count), source, tag, &sender));
+    return sender;
+  }
+  template <class T>
+  Request isend(const T* buffer, std::int64_t count, int destination, std::int64_t tag = 0) const {
+    return Request(made<shc_request>([&](auto* request) {
+      return shc_isend(get(), buffer, message_bytes<T>(count), destination, tag, request);
+    }));
+  }
+  template <class T>
+  Request irecv(T* buffer, std::int64_t count, int source, std::int64_t tag = 0) const {
+    return Request(made<shc_request>([&](auto* request) {
+      return shc_irecv(get(), buffer, message_bytes<T>(count), source, tag, request);
+    }));
+  }
+  // What Request::get() of the one that has ended returns; null: none has within `timeout_s`
+  // seconds, or wake_any was called.
+  shc_request* wait_any(double timeout_s = -1) const {
+    shc_request* ended = nullptr;
+    is_ready(shc_wait_any(get(), timeout_s, &ended));
+    return ended;
+  }
+  void wake_any() const { check(shc_wake_any(get())); }
+
   void abort(const std::string& reason) const { check(shc_comm_abort(get(), reason.c_str())); }
   void close() const { check(shc_comm_close(get())); }
   void check_alive() const { check(shc_comm_check(get())); }
@@ -343,9 +405,7 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
   // Nothing: there was no collective of this kind yet.
   std::optional<shc_receipt> receipt(const std::string& operation) const {
     shc_receipt receipt = SHC_RECEIPT_INIT;
-    const shc_status status = shc_comm_receipt(get(), operation.c_str(), &receipt);
-    if (status == SHC_NOT_READY) return std::nullopt;
-    check(status);
+    if (!is_ready(shc_comm_receipt(get(), operation.c_str(), &receipt))) return std::nullopt;
     return receipt;
   }
 

@@ -192,9 +192,10 @@ static void ids_are_checked(void) {
   refused(shc_get_unique_id(SHC_SHM, 0, &id), SHC_INVALID_ARGUMENT, "size is 0");
   refused(shc_get_unique_id((shc_transport)9, 2, &id), SHC_INVALID_ARGUMENT, "transport is 9");
   refused(shc_get_unique_id(SHC_SHM, 2, NULL), SHC_INVALID_ARGUMENT, "id is NULL");
-  memset(&id, 1, sizeof(id));
+  memset(&id, 0, sizeof(id));  // it was not sent to this rank
   refused(shc_comm_init_rank(&comm, 2, &id, 0, NULL), SHC_INVALID_ARGUMENT,
-          "id is not what shc_get_unique_id");
+          "id is not what shc_get_unique_id of this version has made; one process calls that, and "
+          "sends the bytes to every rank");
   ok(shc_get_unique_id(SHC_SHM, 2, &id));
   refused(shc_comm_init_rank(&comm, 3, &id, 0, NULL), SHC_INVALID_ARGUMENT, "size is 3");
   refused(shc_comm_init_rank(&comm, 2, &id, 2, NULL), SHC_INVALID_ARGUMENT, "rank is 2");

@@ -142,6 +142,43 @@ void bound_collectives_run_on_streams_too(const shc::Comm& comm) {
   share();
 }
 
+struct Arrival {
+  int from;
+  double time_s;
+};
+
+// Each rank sends to the next one, and rank 0 then hears of all.
+void messages_carry_objects(const shc::Comm& comm) {
+  const int rank = comm.rank();
+  const int next = (rank + 1) % comm.size();
+  const int before = (rank + comm.size() - 1) % comm.size();
+  const Arrival own{rank, 0.5};
+  Arrival heard[2] = {};
+  const shc::Request arrival = comm.irecv(heard, 1, SHC_ANY_SOURCE, 1);
+  require(!arrival.wait(0) && !arrival.source(), "nothing has been sent");
+  comm.barrier();
+  const shc::Request departure = comm.isend(&own, 1, next, 1);
+  require(departure.source() == next, "the destination");
+  while (!arrival.test()) departure.test();
+  require(departure.wait() && arrival.source() == before, "who sent it");
+  require(heard[0].from == before && heard[0].time_s == 0.5, "what was sent");
+
+  if (rank != 0) return comm.send(&own, 1, 0, 2);
+  const shc::Request second = comm.irecv(&heard[1], 1, 1, 2);
+  require(comm.recv(heard, 1, 2, 2) == 2 && heard[0].from == 2, "of rank 2");
+  require(second.test() || comm.wait_any() == second.get(), "the request that has ended");
+  require(heard[1].from == 1, "of rank 1");
+  comm.wake_any();
+  require(comm.wait_any() == nullptr, "it was woken");
+  const shc::Request never = comm.irecv(heard, 1, 1, 3);
+  try {
+    shc::check(shc_request_test(never.get()));
+    require(false, "it has not ended, and shc::check returns only where all is well");
+  } catch (const std::invalid_argument& error) {
+    require(std::string(error.what()).find("is no error") != std::string::npos, "nor is there one");
+  }
+}
+
 std::atomic<int> ready{0};
 
 void errors_are_exceptions_with_their_fields(const shc::Comm& comm) {
@@ -213,6 +250,7 @@ void schedules(const shc::Comm&) {
 int main() {
   on_threads(3, collectives_know_the_types_of_their_elements);
   on_threads(3, exchanges_know_the_types_of_their_elements);
+  on_threads(3, messages_carry_objects);
   on_threads(2, bound_collectives_run_on_streams_too);
   on_threads(2, errors_are_exceptions_with_their_fields);
   on_threads(1, layouts_and_copies);

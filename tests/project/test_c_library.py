@@ -96,15 +96,46 @@ def test_the_example_trains_under_mpirun(example: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "prints"), [("linking.md", "2 4 6 1\n" * 2), ("messages.md", "0.5 from rank 1\n")]
+    ("page", "prints"),
+    [("linking.md", ["2 4 6 1\n" * 2, "2 4 2 4\n"]), ("messages.md", ["0.5 from rank 1\n"])],
 )
-def test_the_program_of_the_documentation_runs(page: str, prints: str, tmp_path: Path) -> None:
+def test_the_programs_of_the_documentation_run(
+    page: str, prints: list[str], tmp_path: Path
+) -> None:
     text = (SOURCES / "docs" / page).read_text()
-    (tmp_path / "program.c").write_text(re.findall(r"```c\n(.*?)```", text, re.DOTALL)[0])
+    programs = re.findall(r"```c\n(.*?)```", text, re.DOTALL)
+    assert [run_c(program, tmp_path) for program in programs] == prints
+
+
+def run_c(program: str, folder: Path) -> str:
+    (folder / "program.c").write_text(program)
     library = shardcomm.get_library_dir()
     flags = [f"-I{shardcomm.get_include()}", f"-L{library}", "-lshardcomm", f"-Wl,-rpath,{library}"]
-    output_of("gcc", "-std=gnu99", "-Wall", "-Werror", "program.c", *flags, cwd=tmp_path)
-    assert output_of(tmp_path / "a.out", cwd=tmp_path) == prints
+    output_of("gcc", "-std=gnu99", "-Wall", "-Werror", "program.c", *flags, cwd=folder)
+    return output_of(folder / "a.out", cwd=folder)
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "gcc -std=c99",
+        "gcc -std=c17 -Wc++-compat",
+        "g++ -std=c++98",
+        "g++ -std=c++20 -Wold-style-cast",
+    ],
+)
+def test_the_header_compiles_without_a_warning(compiler: str, tmp_path: Path) -> None:
+    header = Path(shardcomm.get_include()) / "shardcomm.h"
+    macros = re.findall(r"define SHC_(\w+)_INIT\b", header.read_text())
+    assert len(macros) == 7
+    options = "".join(f"shc_{m.lower()} a{m} = SHC_{m}_INIT; (void)a{m}; " for m in macros)
+    (tmp_path / "program").write_text(
+        f"#include <shardcomm.h>\nint main(void) {{ {options}return 0; }}\n"
+    )
+    language = "c++" if compiler.startswith("g++") else "c"
+    warnings = "-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror"
+    output_of(*compiler.split(), *warnings.split(), f"-I{header.parent}", "-fsyntax-only",
+              "-x", language, "program", cwd=tmp_path)  # fmt: skip
 
 
 def test_the_cpp_program_of_the_documentation_builds_with_cmake_and_runs(tmp_path: Path) -> None:
