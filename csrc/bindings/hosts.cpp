@@ -82,7 +82,7 @@ void bind_hosts(py::module_& m) {
               if (is_ending() && any_held()) static_cast<void>(owner.release());
             }));
       },
-      py::arg("on_host"), py::arg("across"), py::arg("host"), py::arg("hosts"));
+      py::arg("on_host").none(false), py::arg("across"), py::arg("host"), py::arg("hosts"));
 }
 
 }  // namespace shardcomm::bindings

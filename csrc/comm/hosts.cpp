@@ -38,17 +38,17 @@ std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
                                          std::unique_ptr<Across> across, int host, int hosts) {
   auto board = std::dynamic_pointer_cast<BoardCommunicator>(on_host);
   if (board == nullptr || !board->on_cpu() || board->size() < 2) {
-    throw std::invalid_argument(
-        "make_hosts: on_host must be a communicator of shm, or of local on a CPU, with at least 2 "
-        "ranks");
+    throw std::invalid_argument("on_host has transport '" + on_host->transport() + "' and size " +
+                                std::to_string(on_host->size()) +
+                                "; it must be a communicator of shm, or of local on a CPU, with at "
+                                "least 2 ranks");
   }
   if (board->exact_sums()) {
     throw std::invalid_argument(
-        "make_hosts: on_host has exact sums, and hosts exchange rounded ones; make it without");
+        "on_host has exact sums, and hosts exchange rounded ones; make it without");
   }
   if (hosts < 2 || host < 0 || host >= hosts) {
-    throw std::invalid_argument("make_hosts: host is " + std::to_string(host) + " of " +
-                                std::to_string(hosts) +
+    throw std::invalid_argument("host is " + std::to_string(host) + " of " + std::to_string(hosts) +
                                 "; there must be at least 2, numbered from 0 on");
   }
   board->join_hosts(host, hosts);

@@ -171,7 +171,7 @@ static void join_and_run(shc_comm* all) {
   across.leave = cut;
   across.destroy = count_end;
   refused(shc_comm_init_hosts(&comm, on_host, &across, kHosts, kHosts), SHC_INVALID_ARGUMENT,
-          "host is 2 of 2");
+          "shc_comm_init_hosts: host is 2 of 2");
   refused(shc_comm_init_hosts(NULL, on_host, &across, host, kHosts), SHC_INVALID_ARGUMENT,
           "comm is NULL");
   require(links.destroyed == 2, "what a failed call was given is destroyed");
@@ -200,7 +200,20 @@ static void join_and_run(shc_comm* all) {
   for (int channel = 0; channel < 2; ++channel) shc_comm_destroy(links.channels[channel]);
 }
 
+static void a_rank_alone_on_its_host_is_refused(shc_comm* alone) {
+  struct links links = {{NULL, NULL}, 0, 0, -1};
+  shc_across across = SHC_ACROSS_INIT;
+  across.context = &links;
+  across.all_gather = gather_hosts;
+  across.all_to_all = exchange_hosts;
+  across.broadcast = broadcast_hosts;
+  shc_comm* comm = NULL;
+  refused(shc_comm_init_hosts(&comm, alone, &across, 0, 2), SHC_INVALID_ARGUMENT,
+          "shc_comm_init_hosts: on_host has transport 'local' and size 1; it must be");
+}
+
 int main(void) {
   on_threads(kAll, join_and_run);
+  on_threads(1, a_rank_alone_on_its_host_is_refused);
   return 0;
 }

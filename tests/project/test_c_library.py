@@ -194,6 +194,13 @@ def test_a_project_around_it_links_it_by_the_same_name_and_keeps_its_settings(pa
 
 
 @pytest.mark.slow
+def test_what_is_installed_without_python_has_no_folders_of_python_packages(parent: Path) -> None:
+    installs = (parent / "shardcomm" / "cmake_install.cmake").read_text()
+    assert "shardcomm.hpp" in installs
+    assert re.findall("csrc/(?:jax|torch)", installs) == []
+
+
+@pytest.mark.slow
 def test_pkg_config_finds_the_prefix_from_any_library_folder(parent: Path, tmp_path: Path) -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("needs: pkg-config")
