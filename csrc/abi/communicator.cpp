@@ -21,6 +21,7 @@
 #include "shardcomm/coding.h"
 #include "shardcomm/parts.h"
 #include "shardcomm/reduce.h"
+#include "stream/fork.h"
 
 using shardcomm::BlockStats;
 using shardcomm::Coding;
@@ -89,6 +90,13 @@ auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, v
              parts_of(comm, count, given.counts), op_of(op), given.tag);
 }
 
+// In a forked child the core's abort and name_tag do nothing. This throws there, as other calls do.
+Communicator& of_this_process(shc_comm* comm) {
+  const shc_comm& known = checked(comm, "comm");
+  if (known.forks != shardcomm::forks()) known.comm->check();
+  return *known.comm;
+}
+
 }  // namespace
 
 shc_status shc_get_unique_id(shc_transport transport, int size, shc_unique_id* id) {
@@ -124,7 +132,7 @@ shc_status shc_comm_size(const shc_comm* comm, int* size) {
 
 shc_status shc_comm_abort(shc_comm* comm, const char* reason) {
   return guarded("shc_comm_abort",
-                 [&] { checked(comm, "comm").comm->abort(&required(reason, "reason")); });
+                 [&] { of_this_process(comm).abort(&required(reason, "reason")); });
 }
 
 shc_status shc_comm_close(shc_comm* comm) {
@@ -138,13 +146,13 @@ shc_status shc_comm_check(const shc_comm* comm) {
 shc_status shc_comm_name_tag(shc_comm* comm, int64_t tag, const char* name) {
   return guarded("shc_comm_name_tag", [&] {
     using shardcomm::TagNames;
-    const auto& known = checked(comm, "comm").comm;
+    Communicator& known = of_this_process(comm);
     const char* given = &required(name, "name");
     if (tag < TagNames::kFirst || tag - TagNames::kFirst >= TagNames::kMost) {
       throw std::invalid_argument("tag is " + std::to_string(tag) + "; it must be 2^32 to 2^32 + " +
                                   std::to_string(TagNames::kMost - 1));
     }
-    known->name_tag(tag, given);
+    known.name_tag(tag, given);
   });
 }
 

@@ -16,6 +16,7 @@
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/layout.h"
 #include "shardcomm/stream.h"
+#include "stream/fork.h"
 
 namespace shardcomm::abi {
 
@@ -126,6 +127,7 @@ struct shc_comm : shardcomm::abi::Handle<shardcomm::abi::Kind::comm> {
 
   std::shared_ptr<shardcomm::Communicator> comm;
   int device;
+  int forks = shardcomm::forks();  // of the process that is the rank
 };
 
 struct shc_memory : shardcomm::abi::Handle<shardcomm::abi::Kind::memory> {

@@ -52,6 +52,22 @@ static void one_gives_up(shc_comm* comm) {
   require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
 }
 
+static void a_forked_child_is_not_the_rank(shc_comm* comm) {
+  const pid_t child = fork();
+  if (child == 0) {
+    refused(shc_comm_abort(comm, "the child gives up"), SHC_COMM_ERROR,
+            "this process was forked from rank");
+    refused(shc_comm_name_tag(comm, INT64_C(1) << 32, "mine"), SHC_COMM_ERROR,
+            "this process was forked from rank");
+    ok(shc_comm_close(comm));  // it lets go of what it has
+    shc_comm_destroy(comm);
+    _exit(0);
+  }
+  int status = 0;
+  require(waitpid(child, &status, 0) == child && status == 0, "the child ends well");
+  ok(shc_barrier(comm, 0, NULL));
+}
+
 static int at_the_third_look(void* looks) {
   *(int*)looks += 1;
   return *(int*)looks == 3;
@@ -210,6 +226,7 @@ int main(void) {
   on_processes(3, one_leaves);
   on_processes(3, one_gives_up);
   on_threads(3, one_gives_up);
+  on_processes(2, a_forked_child_is_not_the_rank);
   on_processes(2, a_wait_check_ends_a_wait);
   on_threads(2, a_wait_check_ends_a_wait);
   on_processes(2, a_wait_check_ends_a_wait_for_an_event);
