@@ -38,7 +38,7 @@ from shardcomm.engine.step import Step
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Trigger
-from shardcomm.sharded import unit_io
+from shardcomm.sharded import now
 from shardcomm.sharded.apart import gathered
 from shardcomm.sharded.measured import measured
 from shardcomm.sharded.sharded_unit import ShardedUnit
@@ -439,7 +439,7 @@ class Engine:
         Raises:
             RuntimeError: Autograd runs, and needs the full parameters.
         """
-        if unit_io.in_backward():
+        if now.in_backward():
             raise RuntimeError(
                 "a state dict, engine.gathered() or engine.release(): autograd runs; call it before or after a backward"
             )

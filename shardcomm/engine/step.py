@@ -38,7 +38,7 @@ from shardcomm.parameter import versions
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
-from shardcomm.sharded import unit_io
+from shardcomm.sharded import now, unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
 from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.hooks import run_eagerly, weakly
@@ -97,7 +97,7 @@ class Step:
         calls = ModuleCalls(unit, self)
         unit.callbacks = Callbacks(
             on_backward=functools.partial(self._pre_backward, unit),
-            on_backward_end=functools.partial(self._post_backward, unit),
+            on_backward_end=weakly(self._post_backward, unit),
             on_gradient=weakly(self._on_gradient, unit),
             on_shard_gradient=weakly(self._on_shard_gradient, unit),
             on_unshard=functools.partial(self._unshard, unit),
@@ -120,7 +120,7 @@ class Step:
                 parameters, which the one that ends first gives away.
         """
         # Autograd recomputes in threads of its own, while the forward's thread waits for it.
-        if is_dynamo_compiling() or unit.apart is not None or unit_io.in_backward():
+        if is_dynamo_compiling() or unit.apart is not None or now.in_backward():
             return False
         this = threading.get_ident()
         for each in (self._root, unit):
@@ -145,7 +145,7 @@ class Step:
         if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
-        recompute = unit_io.in_backward()
+        recompute = now.in_backward()
         if not recompute:
             if unit is self._root:
                 self._begin_forward()
@@ -160,17 +160,19 @@ class Step:
                 self._forget_casts()
         elif versions.changes != self._changes:
             unit.full.outdate_changed()
-        if unit_io.in_transform():
+        if now.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
         unit.follow_freezing()
         unit.show_full()
         backward = AwaitedBackward(unit.gradients.awaited, unit.callbacks.on_backward_end)
-        args, kwargs, entered = unit_io.enter(args, kwargs, unit.input_dtype, backward)
+        args, kwargs, entered = unit_io.enter(
+            args, kwargs, unit.input_dtype, self._device, backward
+        )
         unit.forward.entered = entered
-        if entered and not recompute:
+        if entered.marked and not recompute:
             backward.begin()
-        if not entered and torch.is_grad_enabled():
+        if not entered.aliases and torch.is_grad_enabled():
             # No input announces a backward that does not pass the unit's outputs, such as one of features that a hook
             # took. Gradients do.
             unit.watch_gradients()
@@ -202,7 +204,7 @@ class Step:
         if unit.forward.in_method:
             return unit_io.cast(output, unit.output_dtype)
         _check_not_in_a_graph(unit)
-        if unit.state is IDLE and not unit_io.in_backward():
+        if unit.state is IDLE and not now.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict, engine.gathered() or engine.close() put "
                 "this rank's rows in the place of its parameters; call these before or after the model"
@@ -210,26 +212,25 @@ class Step:
         unit.check_unchanged()
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "forward")
-        unit_io.carry_back(unit.forward.entered)
-        unit.forward.entered = NOTHING_ENTERED
+        entered, unit.forward.entered = unit.forward.entered, NOTHING_ENTERED
+        entered.carry_back()
         unit.forward.returned = type(output)
-        if unit_io.in_transform():
+        if now.in_transform():
             output, marked = unit_io.cast(output, unit.output_dtype), False
             self._leave_transform(unit)
         else:
             output, marked = unit_io.leave(
-                output, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
+                output, entered, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
             )
         if torch.is_grad_enabled():
-            unit.full.announced = marked
-            if not marked:
-                unit.watch_gradients()
+            # Where no gradient can tell of the unit's backward either, autograd is to refuse what was overwritten.
+            unit.full.announced = marked or not unit.watch_gradients()
         if unit.state is BACKWARD:  # it was recomputed, and its backward goes on
             return output
         unit.show_shard()
         in_step = self._root.state is FORWARD
         unit.state = IDLE
-        if unit_io.in_backward():  # recomputed; it stays gathered, since its backward comes next
+        if now.in_backward():  # recomputed; it stays gathered, since its backward comes next
             return output
         if in_step:
             self._seen.append(unit.post_forward)
@@ -305,8 +306,10 @@ class Step:
                 "would wait for each other for ever; run it inside torch.autograd.set_multithreading_enabled(False)"
             )
 
-    def _post_backward(self, unit: ShardedUnit) -> None:
+    def _post_backward(self, unit: ShardedUnit, certain: bool) -> None:
         if unit.state is not BACKWARD:  # no output has announced its backward
+            if not certain:
+                return
             self._on_gradient(unit)
         self._release_from_backward(unit)
 
@@ -426,7 +429,7 @@ class Step:
             )
         if unit.unsharded is not None:
             return
-        if unit_io.in_backward():
+        if now.in_backward():
             raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
         self._actions.wait_all()  # what is queued comes first, on every rank
         unit.unsharded = Apart(
@@ -452,7 +455,7 @@ class Step:
 
         There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
         """
-        with unit_io.outside_transforms():
+        with now.outside_transforms():
             unit.forward.in_transform = unit.unsharded is None
             self._unshard(unit)
         args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
@@ -461,7 +464,7 @@ class Step:
     def _leave_transform(self, unit: ShardedUnit) -> None:
         if unit.forward.in_transform:
             unit.forward.in_transform = False
-            with unit_io.outside_transforms():
+            with now.outside_transforms():
                 self.reshard(unit)
 
     def _on_unsharded_gradient(
@@ -496,7 +499,7 @@ class Step:
                 "the one rank that has all of it; compute in that forward, or between unshard() and reshard() of the "
                 "unit, where every rank has it"
             )
-        if unit_io.in_autograd_grad(shard):
+        if now.in_autograd_grad(shard):
             param.whole.refuse_autograd_grad()
         if shard._post_accumulate_grad_hooks or param.distribution is not None:
             raise RuntimeError(
@@ -531,7 +534,7 @@ def _check_not_in_a_graph(unit: ShardedUnit) -> None:
 
 
 def _check_not_recorded(unit: ShardedUnit) -> None:
-    if unit_io.in_make_fx():
+    if now.in_make_fx():
         raise _keeps_constants("make_fx", unit)
 
 

@@ -58,7 +58,7 @@ class Callbacks:
 
     Attributes:
         on_backward: When the gradient of an output is there.
-        on_backward_end: When the gradients of the marked inputs are complete.
+        on_backward_end: When backward has come to a marked input; told whether through the unit for certain.
         on_gradient: When backward has left a full parameter's gradient.
         on_shard_gradient: When a gradient comes to a whole parameter past the forward; returns what `.grad` gets.
         on_unshard: When the user calls `unshard()`.
@@ -67,7 +67,7 @@ class Callbacks:
     """
 
     on_backward: Callable[[torch.Tensor], None]
-    on_backward_end: Callable[[], None]
+    on_backward_end: Callable[[bool], None]
     on_gradient: Callable[[torch.Tensor], None]
     on_shard_gradient: Callable[[UnitParam, torch.Tensor], torch.Tensor]
     on_unshard: Callable[[], None]
@@ -268,14 +268,19 @@ class ShardedUnit:
         if any(bucket.layout.world_size > 1 for bucket, _ in self.buckets):
             self.module.register_forward_pre_hook(_refuse_forward, prepend=True)
 
-    def watch_gradients(self) -> None:
-        """Has `on_gradient` called from now on whenever backward has left a parameter's gradient."""
+    def watch_gradients(self) -> bool:
+        """Has `on_gradient` called from now on whenever backward has left a parameter's gradient.
+
+        Returns:
+            Whether any parameter can have one.
+        """
         with plain():
             for param in self.params:
                 if param.watch is None and param.full.requires_grad:
                     param.watch = param.full.register_post_accumulate_grad_hook(
                         self.callbacks.on_gradient
                     )  # type: ignore[no-untyped-call]
+            return any([param.full.requires_grad for param in self.params])
 
     def watch_shards(self) -> None:
         """Has `on_shard_gradient` called from now on for gradients that come to whole parameters past the forward.
@@ -311,7 +316,8 @@ class ShardedUnit:
             raise TypeError(
                 f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
                 f"parameters were released; it returned {self.forward.returned.__name__}: return the tensors, an "
-                "auxiliary loss too, in tuples, lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+                "auxiliary loss too, in tuples, lists, dicts or dataclasses, or put them into one that it is given, or "
+                "use strategy='shard_grad_op'"
             )
 
     def prepare_double_backward(self) -> None:

@@ -1,9 +1,11 @@
-"""What a unit is given and gives: containers stay the caller's, and a tensor that is given twice stays one."""
+"""What a unit is given and gives: containers and tensors stay the caller's, and what leaves announces backward."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardcomm import Communicator, MixedPrecision, fully_shard
+from shardcomm.sharded.sharded_unit import State
+from shardcomm.sharded.unit_gradients import Stage
 from support.thread_ranks import run_threads
 from support.twins import assert_same_gradients, twins, values
 
@@ -257,5 +261,294 @@ def test_what_a_recomputed_unit_writes_reaches_what_is_recomputed_after_it(
         for net in (model, plain):
             net(values(3, WIDTH)).square().sum().backward()
         assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class Apply(nn.Module):
+    """Computes with what it is given by a function of its own."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.compute = compute
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self, *args, **kwargs)
+
+
+class Box:
+    """Of a registered type; it has an attribute that its functions do not know."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.note: Any = None
+
+
+pytree.register_pytree_node(
+    Box,
+    lambda box: ([box.tensor], None),
+    lambda values, _: Box(*values),
+    serialized_type_name="test_unit_io.Box",
+)
+
+
+def keep_and_return(unit: Any, state: dict[str, Any]) -> Any:
+    unit.kept = state
+    state["x"] = unit.linear(state["x"])
+    return state
+
+
+def write_twice(unit: Any, states: list[Any]) -> Any:
+    assert states[0] is states[1]
+    states[0]["x"] = unit.linear(states[1]["x"])
+    return states[1]["x"]
+
+
+def write_attributes(unit: Any, box: Box, carried: Carried) -> Any:
+    box.note = carried.note = unit.linear(box.tensor)  # type: ignore[attr-defined]
+    return box.note * carried.hidden
+
+
+def write_into_itself(unit: Any, state: dict[str, Any]) -> Any:
+    state["self"] = state
+    return unit.linear(state["x"])
+
+
+def return_nothing(unit: Any, x: torch.Tensor, into: list[torch.Tensor]) -> None:
+    into.append(torch.tanh(unit.linear(x)))
+
+
+def keep_what_came(unit: Any, x: torch.Tensor, into: list[torch.Tensor]) -> Any:
+    into.append(x)
+    return unit.linear(x).detach()
+
+
+def add_in_place(unit: Any, state: dict[str, Any]) -> None:
+    state["x"].add_(torch.sin(unit.linear(state["x"].clone())))
+
+
+def call_keep_and_return(block: Any, x: torch.Tensor) -> Any:
+    state = {"x": x}
+    out = block(state)
+    assert out is state
+    out["y"] = out["x"] * 2
+    assert block.kept["y"] is out["y"]
+    return out["x"] + block.kept["y"]
+
+
+def call_write_twice(block: Any, x: torch.Tensor) -> Any:
+    state = {"x": x}
+    return block([state, state]) + state["x"]
+
+
+def call_write_attributes(block: Any, x: torch.Tensor) -> Any:
+    box, carried = Box(x), Carried(x)
+    return block(box, carried) + box.note + carried.note  # type: ignore[attr-defined]
+
+
+def call_write_into_itself(block: Any, x: torch.Tensor) -> Any:
+    state: dict[str, Any] = {"x": x}
+    state["self"] = state
+    return block(state)
+
+
+def call_return_nothing(block: Any, x: torch.Tensor) -> Any:
+    into: list[torch.Tensor] = []
+    assert block(x, into) is None
+    return into[0]
+
+
+def call_keep_what_came(block: Any, x: torch.Tensor) -> Any:
+    into: list[torch.Tensor] = []
+    block(x, into)
+    assert into[0] is x
+    return into[0]
+
+
+def call_add_in_place(block: Any, x: torch.Tensor) -> Any:
+    state = {"x": x * 2}
+    block(state)
+    return state["x"]
+
+
+def call_twice_with_one_state(block: Any, x: torch.Tensor) -> Any:
+    state = {"x": x}
+    return block(state)["x"] + block(state)["x"].square()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    ("compute", "call"),
+    [
+        (keep_and_return, call_keep_and_return),
+        (keep_and_return, call_twice_with_one_state),
+        (write_twice, call_write_twice),
+        (write_attributes, call_write_attributes),
+        (write_into_itself, call_write_into_itself),
+        (return_nothing, call_return_nothing),
+        (keep_what_came, call_keep_what_came),
+        (add_in_place, call_add_in_place),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_unit_has_the_callers_own_containers(
+    compute: Callable[..., Any], call: Callable[..., Any], strategy: str
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Apply(compute) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1  # no leaf, and in place means no leaf's
+            for block in self.blocks:
+                x = call(block, x)
+            return x
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Net)
+        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
+        for net in (model, plain):
+            for _ in range(2):
+                net(values(3, WIDTH).requires_grad_()).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_what_a_unit_has_written_before_it_raised_is_there() -> None:
+    def fail(unit: Any, state: dict[str, Any]) -> None:
+        state["y"] = state["x"]
+        raise ZeroDivisionError
+
+    model = Apply(fail)
+    fully_shard(model, Communicator.local_group(1)[0])
+    state = {"x": values(3, WIDTH).requires_grad_() * 1}
+    with pytest.raises(ZeroDivisionError):
+        model(state)
+    assert state["y"] is state["x"]
+
+
+WRAPS = {"itself": lambda x: x, "in a tuple": lambda x: (x, x), "in a dict": lambda x: {"x": x}}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_an_input_that_is_returned_as_it_came_is_the_callers(wrap: Callable[..., Any]) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(
+            lambda: nn.ModuleList([nn.Linear(WIDTH, WIDTH), Apply(lambda _, x: x)])
+        )
+        engine = fully_shard(model, comm, units=[*model])
+        for net in (model, plain):
+            x = net[0](values(3, WIDTH))
+            out = net[1](wrap(x))
+            for each in pytree.tree_leaves(out):
+                assert each is x
+            x.sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_an_input_that_the_loss_does_not_use_has_no_gradient() -> None:
+    model = Apply(lambda unit, x, other: (unit.linear(x), other * 2))
+    fully_shard(model, Communicator.local_group(1)[0])
+    x, other = values(3, WIDTH).requires_grad_(), values(3, WIDTH).requires_grad_()
+    model(x, other)[0].sum().backward()
+    assert x.grad is not None
+    assert other.grad is None
+
+
+VIEWS = {
+    "of a result": lambda unit, x: unit.linear(x).view(WIDTH, 3),
+    "of an input": lambda unit, x: x.view(WIDTH, 3),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_view_that_a_unit_returns_may_be_changed_in_place(
+    strategy: str, view: Callable[..., Any]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Apply(view) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                out = block(x * 1)
+                out += 1
+                x = out.view(3, WIDTH)
+            return x
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Net)
+        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
+        for net in (model, plain):
+            net(values(3, WIDTH).requires_grad_()).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class _Called(torch.autograd.Function):
+    """Calls something when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, call):  # type: ignore[no-untyped-def]
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.call()
+        return grad, None
+
+
+def test_the_gradients_of_units_that_hand_on_a_dict_are_reduced_while_backward_goes_on() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(lambda: nn.ModuleList(Apply(keep_and_return) for _ in range(3)))
+        engine = fully_shard(model, comm, units=Apply, strategy="no_shard")
+        seen: list[Stage] = []
+
+        def look() -> None:
+            seen.extend(engine.unit(block).gradients.stage for block in model)
+
+        state = {"x": values(3, WIDTH).requires_grad_() * 1}
+        model[0](state)
+        state["x"] = _Called.apply(state["x"], look)
+        for block in model[1:]:
+            block(state)
+        state["x"].sum().backward()
+        assert seen[0] is Stage.EMPTY
+        assert seen[1] not in (Stage.EMPTY, Stage.LOCAL)
+        assert seen[2] not in (Stage.EMPTY, Stage.LOCAL)
+
+    run_threads(body, 2)
+
+
+def test_an_input_in_a_dict_may_come_from_another_thread() -> None:
+    """Which has recorded more nodes of autograd's graph, so that their order says nothing."""
+
+    def body(comm: Communicator) -> None:
+        seen: list[State] = []
+
+        def compute(unit: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
+            first = unit.linear(torch.ones(3, WIDTH))  # its backward comes last
+            return _Called.apply(first, lambda: seen.append(engine.units[0].state)) + state["x"] * 2
+
+        def elsewhere() -> None:
+            for _ in range(100):
+                state["x"] = state["x"] * 1
+
+        engine = fully_shard(model := Apply(compute), comm, strategy="no_shard")
+        state = {"x": values(3, WIDTH).requires_grad_()}
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        model(state).sum().backward()
+        assert seen == [State.BACKWARD]
 
     run_threads(body, 2)
