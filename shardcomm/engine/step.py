@@ -146,6 +146,8 @@ class Step:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
         recompute = now.in_backward()
+        if versions.changes != self._changes:
+            unit.full.outdate_changed()
         if not recompute:
             if unit is self._root:
                 self._begin_forward()
@@ -158,8 +160,6 @@ class Step:
                 unit.full.outdate()
                 _check_not_recorded(unit)
                 self._forget_casts()
-        elif versions.changes != self._changes:
-            unit.full.outdate_changed()
         if now.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
@@ -210,6 +210,8 @@ class Step:
                 "this rank's rows in the place of its parameters; call these before or after the model"
             )
         unit.check_unchanged()
+        if versions.changes != self._changes:
+            unit.check_current()
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "forward")
         entered, unit.forward.entered = unit.forward.entered, NOTHING_ENTERED
@@ -262,7 +264,7 @@ class Step:
             raise nobodys_gradient("a backward", unit)
         if unit.state is BACKWARD:  # the gradient of another of its outputs came first
             return
-        if unit.full.shares_slot and unit.gradients.came_unannounced:
+        if unit.full.shares_slot and unit.state is IDLE and unit.gradients.came_unannounced:
             unit.check_unmarked_backward()
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
@@ -315,26 +317,33 @@ class Step:
 
     def _on_gradient(self, unit: ShardedUnit, _param: object = None) -> None:
         """A gradient is complete in a unit whose outputs cannot announce its backward."""
-        if unit.state is not BACKWARD:
+        if unit.state is IDLE:
             unit.check_unmarked_backward()
+        if unit.state is not BACKWARD:
             self._pre_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "backward")
-        unit.show_shard()
-        unit.state = IDLE
+        self._leave_backward(unit)
         self._fire(unit.post_backward)
+
+    def _leave_backward(self, unit: ShardedUnit) -> None:
+        if unit.forward.thread is None:
+            unit.show_shard()
+            unit.state = IDLE
+        else:  # the backward was inside of the unit's forward, which goes on
+            unit.state = FORWARD
 
     def _end_of_backward(self) -> None:
         for unit in self._units:
             unit.gradients.end_backward()
             if unit.gradients.came_unannounced:
-                unit.check_unmarked_backward()
+                if unit.state is IDLE:
+                    unit.check_unmarked_backward()
                 unit.gradients.begin()
             if unit.state is BACKWARD:
-                unit.show_shard()
-                unit.state = IDLE
+                self._leave_backward(unit)
         for unit in self._may_be_left_out:
             unit.gradients.join()
         self._actions.reduce_waiting()
@@ -346,10 +355,7 @@ class Step:
                 self._actions.all_reduce(unit)
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # also for prefetched units to which backward did not come
-        for unit in self._units:
-            unit.full.outdate()
-            if unit.unsharded is not None:
-                self.reshard(unit)
+        self._outdate()
         self._in_backward = False
         if self._actions.sync and self._actions.all_reduces:
             self._gradients.publish()
@@ -357,6 +363,15 @@ class Step:
         else:
             for unit in self._units:
                 unit.gradients.keep()
+
+    def _outdate(self) -> None:
+        """After a backward: the optimizer may step now, but not if the backward was inside of a forward."""
+        if all([unit.forward.thread is None for unit in self._units]):
+            for unit in self._units:
+                unit.full.outdate()
+        for unit in self._units:
+            if unit.unsharded is not None:
+                self.reshard(unit)
 
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
@@ -390,7 +405,7 @@ class Step:
             self._backward_failed = True
             for unit in self._units:
                 if unit.state is BACKWARD:
-                    unit.show_shard()
+                    self._leave_backward(unit)
 
     def settle(self) -> None:
         """Waits for what is queued, and forgets a step that an exception ended, with the gradients of its backward."""

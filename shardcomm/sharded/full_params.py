@@ -148,8 +148,13 @@ class FullParams:
         Then they are gathered again. As without sharding, a recomputation uses the new values, and autograd refuses
         what needs the old ones.
         """
-        if self.gathered and self._versions.are_old:
+        if self.is_old:
             self.outdate()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the shards have changed since they were gathered."""
+        return self.gathered and self._versions.are_old
 
 
 def _versioned(

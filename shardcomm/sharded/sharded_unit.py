@@ -257,6 +257,14 @@ class ShardedUnit:
         if (name := self.full.take_change()) is not None:
             refuse_change(name, self.name)
 
+    def check_current(self) -> None:
+        """RuntimeError if the rows have changed inside of the unit's forward, which has computed with the old ones."""
+        if self.full.is_old:
+            raise RuntimeError(
+                f"forward of unit {self.name!r}: inside of it its parameters were changed, as by an optimizer's step "
+                "after a backward; change them before or after it"
+            )
+
     def show_shard(self) -> None:
         """Shows this rank's rows in the model, for the optimizer and for everything between steps."""
         if self.unsharded is None:
