@@ -92,7 +92,8 @@ def test_what_is_no_transport_is_refused(request: pytest.FixtureRequest) -> None
 def all_are_collected(config: pytest.Config) -> bool:
     """Whether this run began with all tests."""
     option = config.option
-    chosen = option.keyword or option.markexpr or option.deselect or option.lf or option.fast
+    failed = getattr(option, "lf", False)  # of a plugin that may be switched off
+    chosen = option.keyword or option.markexpr or option.deselect or failed or option.fast
     return config.args == config.getini("testpaths") and not chosen
 
 
