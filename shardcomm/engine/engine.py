@@ -446,7 +446,7 @@ class Engine:
         self._step.settle()
         for unit in self.units:
             unit.full.outdate()
-            self._step.reshard(unit)
+            self._step.unsharding.reshard(unit)
 
     @functools.cached_property
     def _parts(self) -> Parts:

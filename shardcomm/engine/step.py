@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C import _is_tracing as is_tracing
 from torch.compiler import is_dynamo_compiling
 
 from shardcomm._C import CommError
@@ -33,9 +32,10 @@ from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients
 from shardcomm.engine.module_calls import ModuleCalls
+from shardcomm.engine.recorders import check_not_in_a_graph, check_not_recorded
 from shardcomm.engine.sharded_modules import Containers
+from shardcomm.engine.unsharding import Unsharding
 from shardcomm.parameter import versions
-from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import now, unit_io
@@ -44,7 +44,6 @@ from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.hooks import run_eagerly, weakly
 from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, Callbacks, ShardedUnit
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
-from shardcomm.sharded.unit_param import UnitParam
 
 
 class Step:
@@ -67,7 +66,7 @@ class Step:
         self._device = mesh.device
         self._actions = actions
         self._gradients = gradients
-        self._together = together
+        self.unsharding = Unsharding(actions, together, self._join_backward)
         self._check_memory = check_memory
         self._may_be_left_out = may_be_left_out
         self._containers = Containers(units[0].module)
@@ -99,9 +98,9 @@ class Step:
             on_backward=functools.partial(self._pre_backward, unit),
             on_backward_end=weakly(self._post_backward, unit),
             on_gradient=weakly(self._on_gradient, unit),
-            on_shard_gradient=weakly(self._on_shard_gradient, unit),
-            on_unshard=functools.partial(self._unshard, unit),
-            on_reshard=functools.partial(self.reshard, unit),
+            on_shard_gradient=weakly(self.unsharding.on_shard_gradient, unit),
+            on_unshard=functools.partial(self.unsharding.unshard, unit),
+            on_reshard=functools.partial(self.unsharding.reshard, unit),
             keep_out_of_graphs=calls.keep_out_of_graphs,
         )
         unit.watch_shards()
@@ -141,7 +140,7 @@ class Step:
         if unit.apart is not None:
             self._check_apart(unit, unit.apart)
             return args, kwargs
-        _check_not_in_a_graph(unit)
+        check_not_in_a_graph(unit)
         if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
@@ -158,10 +157,12 @@ class Step:
                     self._fire(unit.pre_forward)
             else:  # a unit called by itself: its parameters may have changed since the last gather
                 unit.full.outdate()
-                _check_not_recorded(unit)
+                check_not_recorded(unit)
                 self._forget_casts()
         if now.in_transform():
-            return self._enter_transformed(unit, args, kwargs)
+            self.unsharding.begin_transform(unit)
+            args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
+            return args, kwargs
         self._actions.require(unit)
         unit.follow_freezing()
         unit.show_full()
@@ -180,7 +181,7 @@ class Step:
 
     def _begin_forward(self) -> None:
         """Begins a step. Parameters that were gathered before are stale, since the optimizer may have stepped."""
-        _check_not_recorded(self._root)
+        check_not_recorded(self._root)
         self._containers.check()
         self._forget_casts()
         self.settle()
@@ -203,7 +204,7 @@ class Step:
             return output
         if unit.forward.in_method:
             return unit_io.cast(output, unit.output_dtype)
-        _check_not_in_a_graph(unit)
+        check_not_in_a_graph(unit)
         if unit.state is IDLE and not now.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict, engine.gathered() or engine.close() put "
@@ -219,7 +220,7 @@ class Step:
         unit.forward.returned = type(output)
         if now.in_transform():
             output, marked = unit_io.cast(output, unit.output_dtype), False
-            self._leave_transform(unit)
+            self.unsharding.end_transform(unit)
         else:
             output, marked = unit_io.leave(
                 output, entered, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
@@ -282,6 +283,13 @@ class Step:
             self._fire(unit.pre_backward)
         self._actions.require(unit)
         unit.show_full()
+
+    def _join_backward(self) -> None:
+        """Begins this step's backward, unless that was done when autograd came to another unit."""
+        if self._backward_failed:
+            self.settle()
+        if not self._in_backward:
+            self._begin_backward()
 
     def _begin_backward(self) -> None:
         self._check_thread()
@@ -371,7 +379,7 @@ class Step:
                 unit.full.outdate()
         for unit in self._units:
             if unit.unsharded is not None:
-                self.reshard(unit)
+                self.unsharding.reshard(unit)
 
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
@@ -392,7 +400,7 @@ class Step:
             del self._seen[max(reached - 1, 0) :]
         unit.state = IDLE
         unit.full.take_change()
-        self._leave_transform(unit)
+        self.unsharding.end_transform(unit)
         unit.show_shard()
 
     def _backward_is_gone(self, _at_end: object) -> None:
@@ -422,7 +430,7 @@ class Step:
         with contextlib.suppress(CommError):
             self._actions.wait_all()
 
-    # Full parameters beside the slots: by `gathered` and `unshard`, and inside of torch.func's transforms.
+    # Forwards that are no part of a step.
 
     def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
         """Raises RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
@@ -436,95 +444,6 @@ class Step:
                 "computes in another dtype; gather the whole model by engine.gathered()"
             )
 
-    def _unshard(self, unit: ShardedUnit) -> None:
-        if unit.apart is not None:
-            raise RuntimeError(
-                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
-                "already; call it after that context"
-            )
-        if unit.unsharded is not None:
-            return
-        if now.in_backward():
-            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
-        self._actions.wait_all()  # what is queued comes first, on every rank
-        unit.unsharded = Apart(
-            unit, self._together, to_compute=True, on_gradient=weakly(self._on_unsharded_gradient)
-        )
-
-    def reshard(self, unit: ShardedUnit) -> None:
-        """Ends what `unit.unshard()` began; without it, does nothing."""
-        unsharded, unit.unsharded = unit.unsharded, None
-        if unsharded is None:
-            return
-        try:
-            unsharded.check()
-        finally:
-            unit.show_shard()
-            if unit.state is not IDLE:
-                unit.show_full()
-
-    def _enter_transformed(
-        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward inside of torch.func's transforms.
-
-        There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
-        """
-        with now.outside_transforms():
-            unit.forward.in_transform = unit.unsharded is None
-            self._unshard(unit)
-        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
-        return args, kwargs
-
-    def _leave_transform(self, unit: ShardedUnit) -> None:
-        if unit.forward.in_transform:
-            unit.forward.in_transform = False
-            with now.outside_transforms():
-                self.reshard(unit)
-
-    def _on_unsharded_gradient(
-        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
-    ) -> None:
-        """Takes a gradient of an unsharded parameter.
-
-        It is reduced together with the gradients that the unit's own forward and backward leave, or after these.
-        """
-        if self._backward_failed:
-            self.settle()
-        if not self._in_backward:
-            self._begin_backward()
-        with plain():
-            grad, other = grad.detach().to_dense(), grad_of(param.full)
-            # Autograd adds to it in place, and may have given the same tensor to others.
-            set_grad(param.full, grad.clone() if other is None else other.to_dense() + grad)
-        unit.gradients.begin()
-
-    def _on_shard_gradient(
-        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
-    ) -> torch.Tensor:
-        """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
-
-        Raises:
-            RuntimeError: It cannot be added to the gradients of the unit's forward, or other ranks cannot have one.
-        """
-        shard, full = param.shard, param.full
-        if param.whole.is_part:
-            raise RuntimeError(
-                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, on "
-                "the one rank that has all of it; compute in that forward, or between unshard() and reshard() of the "
-                "unit, where every rank has it"
-            )
-        if now.in_autograd_grad(shard):
-            param.whole.refuse_autograd_grad()
-        if shard._post_accumulate_grad_hooks or param.distribution is not None:
-            raise RuntimeError(
-                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, which "
-                "a DTensor does not take, nor a parameter with register_post_accumulate_grad_hook; compute in that "
-                "forward, or between unshard() and reshard() of the unit"
-            )
-        self._on_unsharded_gradient(unit, param, grad.to(full.device, full.dtype))
-        return grad.new_zeros(()).expand_as(grad)
-
 
 run_eagerly(
     Step.pre_forward,
@@ -535,26 +454,3 @@ run_eagerly(
     Step._end_of_backward,
     Step._backward_is_gone,
 )
-
-
-def _check_not_in_a_graph(unit: ShardedUnit) -> None:
-    if is_dynamo_compiling():
-        # Dynamo ends its graph here; under fullgraph=True it raises this message.
-        torch._dynamo.graph_break(
-            msg="fully_shard gathers a unit's parameters between graphs; compile blocks by "
-            "block.compile(fullgraph=True) before fully_shard, or leave fullgraph=True out"
-        )
-    if is_tracing():
-        raise _keeps_constants("torch.jit.trace", unit)
-
-
-def _check_not_recorded(unit: ShardedUnit) -> None:
-    if now.in_make_fx():
-        raise _keeps_constants("make_fx", unit)
-
-
-def _keeps_constants(recorder: str, unit: ShardedUnit) -> RuntimeError:
-    return RuntimeError(
-        f"{recorder} of unit {unit.name!r} would keep as constants parameters that are gathered for this call alone; "
-        "trace inside of engine.gathered()"
-    )
