@@ -43,7 +43,6 @@ from shardcomm.sharded.apart import Apart, nobodys_gradient
 from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.hooks import run_eagerly, weakly
 from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, Callbacks, ShardedUnit
-from shardcomm.sharded.unit_io import NOTHING_ENTERED
 
 
 class Step:
@@ -159,6 +158,8 @@ class Step:
                 unit.full.outdate()
                 check_not_recorded(unit)
                 self._forget_casts()
+        elif unit.full.shares_slot:
+            self._end_recomputed(unit)
         if now.in_transform():
             self.unsharding.begin_transform(unit)
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
@@ -166,7 +167,10 @@ class Step:
         self._actions.require(unit)
         unit.follow_freezing()
         unit.show_full()
-        backward = AwaitedBackward(unit.gradients.awaited, unit.callbacks.on_backward_end)
+        callbacks = unit.callbacks
+        backward = AwaitedBackward(
+            unit.gradients.awaited, callbacks.on_backward, callbacks.on_backward_end
+        )
         args, kwargs, entered = unit_io.enter(
             args, kwargs, unit.input_dtype, self._device, backward
         )
@@ -215,15 +219,18 @@ class Step:
             unit.check_current()
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "forward")
-        entered, unit.forward.entered = unit.forward.entered, NOTHING_ENTERED
-        entered.carry_back()
+        entered, unit.forward.entered = unit.forward.entered, None
         unit.forward.returned = type(output)
-        if now.in_transform():
+        if entered is None:  # inside of a transform of torch.func
             output, marked = unit_io.cast(output, unit.output_dtype), False
             self.unsharding.end_transform(unit)
         else:
             output, marked = unit_io.leave(
-                output, entered, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
+                output,
+                entered,
+                unit.output_dtype,
+                unit.full.storages,
+                unit.name if unit.full.shares_slot else None,
             )
         if torch.is_grad_enabled():
             # Where no gradient can tell of the unit's backward either, autograd is to refuse what was overwritten.
@@ -274,10 +281,11 @@ class Step:
         if unit.full.shares_slot:
             occupant = self._actions.occupant(unit)
             if occupant is not None and occupant.state is BACKWARD:
-                # No input of the occupant has a gradient that would have announced its end. But autograd runs first
-                # what was recorded last, so that the occupant's backward is over.
+                # No input of the occupant has told of its end. But autograd runs first what was recorded last, so that
+                # the occupant's backward is over.
                 self._release_from_backward(occupant)
         unit.state = BACKWARD
+        unit.backward_in = now.backward()
         unit.gradients.begin()
         if unit.pre_backward in self._current:
             self._fire(unit.pre_backward)
@@ -336,6 +344,19 @@ class Step:
         self._leave_backward(unit)
         self._fire(unit.post_backward)
 
+    def _end_recomputed(self, unit: ShardedUnit) -> None:
+        """Ends the backward of the unit in the slot of `unit` if it was in a backward of its own, which has ended.
+
+        Such a backward is inside of another one, in a checkpoint that is reentrant.
+        """
+        occupant = self._actions.occupant(unit)
+        if (
+            occupant is not None
+            and occupant.state is BACKWARD
+            and occupant.backward_in > now.backward()
+        ):
+            self._release_from_backward(occupant)
+
     def _leave_backward(self, unit: ShardedUnit) -> None:
         if unit.forward.thread is None:
             unit.show_shard()
@@ -389,7 +410,7 @@ class Step:
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """A forward of the unit was ended by an exception, which the model itself may catch: it shows rows again."""
-        unit.forward.entered = NOTHING_ENTERED
+        unit.forward.entered = None
         # Shown by `gathered`; or recomputed, as far as its backward needs.
         if unit.apart is not None or unit.state is BACKWARD:
             return
@@ -421,7 +442,7 @@ class Step:
             if unit.state is not IDLE:
                 unit.show_shard()
                 unit.state = IDLE
-                unit.forward.entered = NOTHING_ENTERED
+                unit.forward.entered = None
             if self._in_backward:
                 unit.gradients.forget()
         self._actions.forget_waiting()

@@ -5,35 +5,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+_LEAVES = int, float, str, type(None)  # common ones, told from containers at once
+
 
 class Copies:
-    """The copies of a caller's lists, dicts and dataclasses that a unit gets, since tensors in them are cast.
+    """The copies of a caller's lists, dicts and dataclasses that a unit gets, since tensors in them are cast."""
 
-    Args:
-        callers: The caller's own tensors, by the `id` of what the unit has in their place.
-    """
-
-    def __init__(self, callers: dict[int, Any]) -> None:
-        self._callers = callers
+    def __init__(self) -> None:
+        # What the unit has in the place of the caller's, and the caller's, by the `id` of the first.
+        self._callers: dict[int, tuple[Any, Any]] = {}
         # The caller's container, the unit's copy of it, and what was in the copy.
         self._containers: list[tuple[Any, Any, list[Any]]] = []
 
-    def note(self, container: Any, copied: Any) -> None:
-        """Notes that `copied` stands in the place of `container`."""
-        is_dict = isinstance(container, dict)
+    def note(self, callers: Any, inside: Any) -> None:
+        """Notes that the unit has `inside`, a tensor or a container, in the place of `callers`."""
+        self._callers[id(inside)] = inside, callers
         # No type of somebody's own, which may have other rules.
-        if type(container) in (list, deque, dict, OrderedDict, defaultdict) or (
-            dataclasses.is_dataclass(container) and not is_dict
+        if type(callers) in (list, deque, dict, OrderedDict, defaultdict) or (
+            dataclasses.is_dataclass(callers) and not isinstance(callers, dict)
         ):
-            self._containers.append((container, copied, _values(copied)))
-            self._callers[id(copied)] = container
+            self._containers.append((callers, inside, _values(inside)))
 
     def carry_back(self) -> None:
         """Puts into the caller's containers what was put into the copies."""
@@ -42,66 +40,94 @@ class Copies:
             if len(now) == len(before) and all(map(is_, now, before)):
                 continue
             if isinstance(container, list | deque):
-                values = [self._callers.get(id(each), each) for each in copied]
+                values = [self._outside(each) for each in copied]
                 container.clear()
                 container.extend(values)
             elif isinstance(container, dict):
-                entries = {k: self._callers.get(id(each), each) for k, each in copied.items()}
+                entries = {key: self._outside(each) for key, each in copied.items()}
                 container.clear()
                 container.update(entries)
             else:
                 for name, value in _fields(copied).items():
-                    object.__setattr__(container, name, self._callers.get(id(value), value))
+                    object.__setattr__(container, name, self._outside(value))
+
+    def _outside(self, value: Any) -> Any:
+        return self._callers.get(id(value), (value, value))[1]
 
 
-NO_COPIES = Copies({})
+NO_COPIES = Copies()
 
 
 def mapped(
-    change: Callable[[torch.Tensor], torch.Tensor],
-    tree: Any,
-    copies: Copies | None = None,
-    *,
-    _within: tuple[int, ...] = (),
+    change: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies = NO_COPIES
 ) -> Any:
     """`tree` with every tensor in it changed. What has no changed tensor in it is the same object as before.
 
     Args:
         change: Makes the new tensor, or returns the one that it is given.
-        tree: Tensors in containers. A container in itself stays as it is there.
-        copies: Is told of each container in whose place a copy comes.
+        tree: Tensors in containers. What is there several times stays one; a container in itself stays as it is there.
+        copies: Is told of each tensor and container in whose place another one comes, if it is not `NO_COPIES`.
     """
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    opened = _open(tree)
-    if opened is None or id(tree) in _within:
-        return tree
-    children, put_together = opened
-    within = (*_within, id(tree))
-    new = [mapped(change, each, copies, _within=within) for each in children]
-    if all(map(is_, new, children)):
-        return tree
-    changed = put_together(new)
-    if copies is not None:
-        copies.note(tree, changed)
-    return changed
+    return _mapped(change, tree, copies, {})
 
 
-def contents(tree: Any, *, _within: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Each tensor and each container in `tree`, and `tree` itself if it is one, once for each place."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
+def _mapped(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    value: Any,
+    copies: Copies,
+    done: dict[
+        int, tuple[Any, Any]
+    ],  # what has come of each value, which is kept for as long, by its `id`
+) -> Any:
+    if id(value) in done:
+        return done[id(value)][1]
+    if isinstance(value, torch.Tensor):
+        new: Any = change(value)
+    elif isinstance(value, _LEAVES) or (opened := _open(value)) is None:
+        return value
+    else:
+        children, put_together = opened
+        done[id(value)] = value, value
+        inside = [_mapped(change, each, copies, done) for each in children]
+        new = value if all(map(is_, inside, children)) else put_together(inside)
+    done[id(value)] = value, new
+    if new is not value and copies is not NO_COPIES:
+        copies.note(value, new)
+    return new
+
+
+def contents(*trees: Any) -> list[Any]:
+    """Each tensor and each container in `trees`, these themselves if they are such, once."""
+    found: dict[int, Any] = {}
+    for tree in trees:
+        _find(tree, found)
+    return [*found.values()]
+
+
+def _find(value: Any, found: dict[int, Any]) -> None:
+    if id(value) in found:
         return
-    opened = _open(tree)
-    if opened is not None and id(tree) not in _within:
-        yield tree
-        for each in opened[0]:
-            yield from contents(each, _within=(*_within, id(tree)))
+    if isinstance(value, torch.Tensor):
+        found[id(value)] = value
+    elif not isinstance(value, _LEAVES) and (children := _children(value)) is not None:
+        found[id(value)] = value
+        for each in children:
+            _find(each, found)
 
 
 def is_writable(container: Any) -> bool:
     """Whether `container`, one of `contents`, is one that can be written into."""
     return not isinstance(container, torch.Tensor | tuple)
+
+
+def _children(tree: Any) -> list[Any] | None:
+    """What is in a container; None: it is no container."""
+    if (opened := _open(tree)) is not None:
+        return opened[0]
+    # Types of somebody's own can be read, if not made anew.
+    if isinstance(tree, dict):
+        return list(tree.values())
+    return list(tree) if isinstance(tree, list | tuple) else None
 
 
 def _open(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

@@ -8,10 +8,17 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+_NONE = -1
+
 
 def in_backward() -> bool:
     """Whether autograd runs: a forward then is a recomputation (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1
+    return backward() != _NONE
+
+
+def backward() -> int:
+    """The number of the backward that runs, the innermost one, as autograd counts them; -1: none runs."""
+    return torch._C._current_graph_task_id()
 
 
 def in_autograd_grad(leaf: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded.full_params import FullParams
 from shardcomm.sharded.hooks import weakly
 from shardcomm.sharded.unit_gradients import UnitGradients
-from shardcomm.sharded.unit_io import NOTHING_ENTERED
+from shardcomm.sharded.unit_io import Entered
 from shardcomm.sharded.unit_param import UnitParam
 from shardcomm.sharded.unit_whole import whole_of
 from shardcomm.stream.streams import AnyEvent
@@ -83,7 +83,7 @@ class ForwardState:
         thread: The thread of the outermost of these calls, or of a method's; None: none runs.
         in_method: Whether a method that was registered as a forward is running.
         in_transform: Whether the unit is unsharded for a transform of torch.func.
-        entered: What of the inputs is not the caller's own.
+        entered: What the unit computes with in the place of its caller's inputs; None: no forward runs.
         returned: The type that the latest forward returned.
     """
 
@@ -94,7 +94,7 @@ class ForwardState:
         self.thread: int | None = None
         self.in_method = False
         self.in_transform = False
-        self.entered = NOTHING_ENTERED
+        self.entered: Entered | None = None
         self.returned: type = type(None)
 
 
@@ -116,6 +116,7 @@ class ShardedUnit:
         "__weakref__",
         "_places",
         "apart",
+        "backward_in",
         "began",
         "buckets",
         "callbacks",
@@ -196,6 +197,7 @@ class ShardedUnit:
         # Its full parameters in memory of their own: those of `engine.gathered`, and those of `unshard`.
         self.apart: Apart | None = None
         self.unsharded: Apart | None = None
+        self.backward_in = 0  # the backward that came to it last, as autograd counts them
         self.began: AnyEvent | None = None  # when its computation began, for a trace
         self.show_shard()
 

@@ -25,6 +25,7 @@ from torch import nn
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.whole import Whole, awaiting
+from shardcomm.sharded.awaited_backward import Awaited
 from shardcomm.stream.streams import on_host
 from shardcomm.stream.work import DONE, Work
 
@@ -129,7 +130,7 @@ class UnitGradients:
             and (bucket.layout.world_size > 1 or not on_host(bucket.comm.device))
         ]
         self._params = [param for _, params in self._buckets for param in params]
-        self.awaited: set[int] = set()
+        self.awaited = Awaited()
         self._trained = self._buckets  # those whose gradients this backward leaves
         # Those of which `keep` has ended a backward that is not published yet: they may have been frozen since. Other
         # ranks have the same ones, even if this rank had no gradient.

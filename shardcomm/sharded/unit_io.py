@@ -10,8 +10,9 @@ caller's own, and in it, or to put into it, the caller's own tensors: then these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,81 +23,42 @@ from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.containers import NO_COPIES, Copies
 from shardcomm.sharded.hooks import run_eagerly
 
-_OWN = None, None, None
-
 
 class Entered:
     """What a unit computes with, in the place of its caller's inputs.
 
     Attributes:
-        aliases: For each input in whose place the unit has an alias: it, the alias, and the alias's version at that
-            time. Their mark tells of each backward of the unit, and of nothing else.
-        given: Each input that requires a gradient, its node in autograd's graph (None of a leaf), and what the caller
-            gets if the unit returns it as it came; by its `id`.
-        hooked: Whether an input in whose place there is none got a hook.
-        writable: The inputs, if there is a container among them which the unit may write into.
+        backward: The backward of this forward.
+        aliases: For each input in whose place the unit has an alias: it, the alias, and the alias's node in autograd's
+            graph.
+        came: The caller's own tensors that the unit has and that require a gradient, and those of which they are views;
+            each with its node, or None where it is a leaf; by its `id`.
+        inputs: The inputs in which the unit may leave something.
         copies: The copies of the caller's containers in which tensors are cast.
+        marked: Whether an input is marked, to tell of the end of the unit's backward.
     """
 
-    __slots__ = ("aliases", "copies", "given", "hooked", "writable")
+    aliases: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()
+    came: Mapping[int, tuple[torch.Tensor, Any]] = MappingProxyType({})
+    inputs: tuple[Any, ...] = ()
+    copies = NO_COPIES
+    marked = False
 
-    def __init__(self, copies: Copies = NO_COPIES) -> None:
-        self.aliases: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.given: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
-        self.hooked = False
-        self.writable: tuple[Any, ...] = ()
-        self.copies = copies
+    def __init__(self, backward: AwaitedBackward) -> None:
+        self.backward = backward
 
-    @property
-    def marked(self) -> bool:
-        """Whether an input is marked, to tell of the end of the unit's backward."""
-        return self.hooked or bool(self.aliases)
-
-    def mark(
-        self, tensors: Sequence[torch.Tensor], backward: AwaitedBackward
-    ) -> tuple[torch.Tensor, ...]:
-        """Marks tensors that the unit is given themselves; returns their aliases, which the unit is to have instead."""
-        aliases = _mark(backward.on_alias, *tensors)
-        for tensor, alias in zip(tensors, aliases, strict=True):
-            self.aliases.append((tensor, alias, alias._version))
-            self.given[id(alias)] = alias, alias.grad_fn, tensor
-        return aliases
-
-    def hold(self, tensor: torch.Tensor, device: torch.device, backward: AwaitedBackward) -> None:
-        """Marks a tensor that stays the caller's own, if the completion of its gradient tells that the unit's are.
-
-        Autograd runs a leaf's node as soon as it can. Others it orders by when a thread has recorded them.
-        """
-        node = tensor.grad_fn
-        self.given[id(tensor)] = tensor, node, tensor
-        if (
-            tensor.device == device
-            and node is not None
-            and node._sequence_nr() < _get_sequence_nr()
-        ):
-            # It comes before the hooks on the node: those of `leave`, if a unit has returned this tensor.
-            tensor.register_hook(backward.on_tensor)  # type: ignore[no-untyped-call]
-            self.hooked = True
-
-    def callers(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The caller's tensor if `tensor` stands in its place, or is it, as it came; None: it is the unit's own."""
-        _, node, callers = self.given.get(id(tensor), _OWN)
-        return callers if node is tensor.grad_fn else None
-
-    def carry_back(self) -> None:
-        """Gives the caller's tensors and containers what the unit has done to the aliases and copies.
-
-        Tensors get the autograd history of in-place operations; containers get what was put into them.
-        """
-        for given, alias, version in self.aliases:
-            if alias._version != version:
-                # The values are there already, and may have been saved for backward: this must not be a new version.
-                with torch.autograd.grad_mode._unsafe_preserve_version_counter(given):
-                    given.copy_(alias)
-        self.copies.carry_back()
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the unit has made this tensor, or has changed it in place: backward comes from it into the unit."""
+        for given, alias, node in self.aliases:
+            if tensor is given:
+                return alias.grad_fn is not node
+            if tensor is given._base:
+                return False
+        node = _node_of(tensor)
+        return node is not None and self.came.get(id(tensor), _NOTHING)[1] is not node
 
 
-NOTHING_ENTERED = Entered()
+_NOTHING = None, None
 
 
 def enter(
@@ -108,70 +70,72 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Entered]:
     """Casts floating-point inputs to `dtype`, and has `backward` told when it has come through the unit to an input.
 
-    By then all gradients inside the unit are complete: of one device's nodes, autograd runs first what was recorded
-    last. So inputs on another than the unit's `device` get no mark.
+    By then all gradients inside the unit are complete, since of one device's nodes autograd runs first what was
+    recorded last. So of tensors that stay the caller's own, only those on the unit's `device` are marked.
 
     Returns:
         The inputs with which the unit computes, and what of them is not the caller's own. Containers in which nothing
         is cast are the caller's own.
     """
+    entered = Entered(backward)
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         # The usual call has a way of its own, since the general one costs more than the rest of a trigger.
         tensor = args[0] if dtype is None else _cast(args[0], dtype)
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return (tensor,), kwargs, NOTHING_ENTERED
-        entered = Entered()
-        return entered.mark((tensor,), backward), kwargs, entered
-    copies = NO_COPIES
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _aliases(entered, tensor), kwargs, entered
+        return (tensor,), kwargs, entered
     if dtype is not None:
-        args, kwargs, copies = _cast_inputs(args, kwargs, dtype)
-    entered = Entered(copies)
+        entered.copies = Copies()
+        args, kwargs = containers.mapped(
+            partial(_cast, dtype=dtype), (args, kwargs), entered.copies
+        )
+    entered.inputs = (*args, *kwargs.values())
     if torch.is_grad_enabled():
-        args, kwargs = _mark_inputs(args, kwargs, entered, device, backward)
+        args, kwargs = _mark_inputs(entered, args, kwargs, device)
     return args, kwargs, entered
 
 
-def _cast_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
-    given = [each for each in containers.contents((args, kwargs)) if isinstance(each, torch.Tensor)]
-    # By identity, so that a tensor which is given twice stays one.
-    inside = {id(each): _cast(each, dtype) for each in given}
-    copies = Copies({id(inside[id(each)]): each for each in given})
-    # By place, since a registered type may make its tensors anew each time it is opened.
-    places = iter(given)
-    args, kwargs = containers.mapped(lambda _: inside[id(next(places))], (args, kwargs), copies)
-    return args, kwargs, copies
-
-
 def _mark_inputs(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    entered: Entered,
-    device: torch.device,
-    backward: AwaitedBackward,
+    entered: Entered, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inputs = (*args, *kwargs.values())
-    in_containers = list(
-        containers.contents([x for x in inputs if not isinstance(x, torch.Tensor)])
-    )
+    inside = containers.contents(*[x for x in entered.inputs if not isinstance(x, torch.Tensor)])
     # By identity, so that a tensor which is given twice stays one.
-    held = {id(each): each for each in _needing_gradients(in_containers)}
-    themselves = {id(each): each for each in _needing_gradients(inputs) if id(each) not in held}
-    if any(containers.is_writable(each) for each in in_containers):
-        entered.writable = inputs
+    held = {id(x): x for x in inside if _needs_gradient(x)}
+    themselves = {id(x): x for x in entered.inputs if _needs_gradient(x) and id(x) not in held}
+    if any(map(containers.is_writable, inside)):
         held |= themselves
     elif themselves:
-        aliases = dict(zip(themselves, entered.mark([*themselves.values()], backward), strict=True))
-        args = tuple([aliases.get(id(each), each) for each in args])
-        kwargs = {name: aliases.get(id(each), each) for name, each in kwargs.items()}
-    for tensor in held.values():
-        entered.hold(tensor, device, backward)
+        entered.inputs = tuple([x for x in entered.inputs if not _needs_gradient(x)])
+        aliases = dict(zip(themselves, _aliases(entered, *themselves.values()), strict=True))
+        args = tuple([aliases.get(id(x), x) for x in args])
+        kwargs = {name: aliases.get(id(x), x) for name, x in kwargs.items()}
+    came = [each for x in held.values() for each in (x, x._base) if each is not None]
+    entered.came = {id(x): (x, _node_of(x)) for x in came}
+    if not entered.aliases:
+        for tensor in held.values():
+            if _tells_of_end(tensor, device):
+                entered.backward.watch(tensor)
+                entered.marked = True
     return args, kwargs
 
 
-def _needing_gradients(values: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+def _aliases(entered: Entered, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Aliases of tensors, with a mark, which the unit is to have in their place."""
+    aliases = _mark(entered.backward.on_alias, *tensors)
+    entered.aliases = [
+        (each, alias, alias.grad_fn) for each, alias in zip(tensors, aliases, strict=True)
+    ]
+    entered.marked = True
+    return aliases
+
+
+def _tells_of_end(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether the unit's gradients are complete when the tensor's is.
+
+    Autograd runs a leaf's node as soon as it can. Others it orders by when a thread has recorded them.
+    """
+    node = _node_of(tensor)
+    return node is not None and tensor.device == device and node._sequence_nr() < _get_sequence_nr()
 
 
 def leave(
@@ -179,72 +143,99 @@ def leave(
     entered: Entered,
     dtype: torch.dtype | None,
     own_storages: Collection[int],
-    on_begin: Callable[[torch.Tensor], None],
+    shared_by: str | None,
 ) -> tuple[Any, bool]:
-    """Casts floating-point outputs to `dtype`, and has `on_begin` called when the gradient of an output is there.
+    """Casts floating-point outputs to `dtype`, and has the backward told when the gradient of an output is there.
 
-    That is before backward enters the unit. An output in one of the unit's `own_storages` is a view of a parameter. It
-    is copied, since another unit's parameters may come into that memory next. An input that is returned as it came is
-    the caller's own, of which backward tells nothing.
+    That is before backward enters the unit. Outputs are also what the unit has left in its inputs: in containers, and
+    by changing tensors in place. An output in one of the unit's `own_storages` is a view of a parameter. It is copied,
+    since other values may come into that memory next.
+
+    Args:
+        output: What the unit returns.
+        entered: What it has computed with.
+        dtype: The dtype of floating-point outputs; None: that in which they are computed.
+        own_storages: The memory of the unit's full parameters.
+        shared_by: The unit's name if other units' parameters come into that memory, too; else None.
 
     Returns:
-        The output that the caller gets, and whether any tensor in it can call `on_begin`.
+        The output that the caller gets, and whether any output can tell of the backward.
+
+    Raises:
+        RuntimeError: The unit has left a view of a parameter, whose memory is shared, in a container.
     """
-    if (
-        isinstance(output, torch.Tensor) and not entered.writable
-    ):  # the usual case, which so costs half
-        return _leave(output, entered, dtype, own_storages, on_begin)
-    marked = False
-
-    def outside(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal marked
-        tensor, can_call = _leave(tensor, entered, dtype, own_storages, on_begin)
-        marked |= can_call
-        return tensor
-
+    changed = []
+    for given, alias, node in entered.aliases:
+        if alias.grad_fn is not node:
+            # The values are there already, and may have been saved for backward: this must not be a new version.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(given):
+                given.copy_(alias)
+            changed.append(given)
+    if entered.copies is not NO_COPIES:
+        entered.copies.carry_back()
+    if isinstance(output, torch.Tensor) and not (entered.inputs or changed):
+        # The usual case, which so costs half.
+        output = _outside(output, entered, dtype, own_storages)
+        return output, _announce(output, entered)
+    outside = partial(_outside, entered=entered, dtype=dtype, own_storages=own_storages)
     output = containers.mapped(outside, output)
-    # What the unit has put into a container, or changed in place, leaves it as well.
-    for each in _needing_gradients(containers.contents(entered.writable)):
-        marked |= _announce(each, entered, on_begin)
+    marked = False
+    for each in containers.contents(output, *entered.inputs, *changed):
+        if isinstance(each, torch.Tensor):
+            # The parameter itself raises where it is used.
+            if shared_by is not None and _is_in(each, own_storages) and type(each) is torch.Tensor:
+                raise RuntimeError(
+                    f"forward of unit {shared_by!r} has left a view of a parameter in a container, in whose memory "
+                    "other parameters will be; put a clone() of it there"
+                )
+            marked |= _announce(each, entered)
     return output, marked
 
 
-def _leave(
+def _outside(
     tensor: torch.Tensor,
     entered: Entered,
     dtype: torch.dtype | None,
     own_storages: Collection[int],
-    on_begin: Callable[[torch.Tensor], None],
-) -> tuple[torch.Tensor, bool]:
-    callers = entered.callers(tensor)
-    if callers is not None:
-        return callers if dtype is None else _cast(callers, dtype), False
-    if (
-        own_storages
-        and tensor.layout is torch.strided
-        and tensor.untyped_storage()._cdata in own_storages
-    ):
+) -> torch.Tensor:
+    """What the caller gets for a tensor that the unit returns: its own one for an alias, and its view for a view."""
+    for given, alias, _ in entered.aliases:
+        if tensor is alias:
+            tensor = given
+        elif tensor._base is alias:
+            tensor = tensor._view_func(given)  # type: ignore[attr-defined]
+    if own_storages and _is_in(tensor, own_storages):
         tensor = tensor.clone()
-    if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
-    if tensor.requires_grad and tensor.grad_fn is None and torch.is_grad_enabled():
-        tensor = tensor.clone()  # a leaf, such as a parameter, would get one more hook a forward
-    return tensor, _announce(tensor, entered, on_begin)
+    return tensor if dtype is None else _cast(tensor, dtype)
 
 
-def _announce(
-    tensor: torch.Tensor, entered: Entered, on_begin: Callable[[torch.Tensor], None]
-) -> bool:
-    """Has `on_begin` called when the tensor's gradient is there, if the unit has made it; returns whether it has."""
-    node = tensor.grad_fn
-    if node is None or not torch.is_grad_enabled() or entered.callers(tensor) is not None:
+def _announce(tensor: torch.Tensor, entered: Entered) -> bool:
+    """Has the unit's backward told when the gradient of an output is there; returns whether it will be."""
+    if not (tensor.requires_grad and torch.is_grad_enabled() and entered.made(tensor)):
         return False
-    node.register_prehook(on_begin)
+    on_output = entered.backward.on_output
+    tensor.grad_fn.register_prehook(on_output)  # type: ignore[union-attr]
     # Once a view is changed in place, as by `output += residual`, it has another node, and backward comes to its base.
-    base = tensor._base if tensor._is_view() else None
-    if base is not None and base.grad_fn is not None and entered.callers(base) is not base:
-        base.grad_fn.register_prehook(on_begin)
+    base = tensor._base
+    if base is not None and base.requires_grad and entered.made(base):
+        base.grad_fn.register_prehook(on_output)  # type: ignore[union-attr]
     return True
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_in(tensor: torch.Tensor, storages: Collection[int]) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """The tensor's node in autograd's graph; None: it has none, or is a view that autograd refuses by now."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:

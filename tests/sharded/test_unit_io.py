@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -265,6 +266,20 @@ def test_what_a_recomputed_unit_writes_reaches_what_is_recomputed_after_it(
     run_threads(body, 2)
 
 
+class _Called(torch.autograd.Function):
+    """Calls something when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, call):  # type: ignore[no-untyped-def]
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.call()
+        return grad, None
+
+
 class Apply(nn.Module):
     """Computes with what it is given by a function of its own."""
 
@@ -377,6 +392,84 @@ def call_twice_with_one_state(block: Any, x: torch.Tensor) -> Any:
     return block(state)["x"] + block(state)["x"].square()
 
 
+def change_and_return(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+def call_change_and_return(block: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    out = block(x)
+    assert out is x
+    out.mul_(3)
+    return out + x
+
+
+def return_flat(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def call_return_flat(block: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    block(x).mul_(2)
+    return x
+
+
+def change_alone(unit: Any, x: torch.Tensor, *_: Any) -> None:
+    x.add_(torch.sin(unit.linear(x.clone())))
+
+
+def call_change_alone(block: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    block(x)
+    return x
+
+
+def call_change_alone_of_two(block: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    block(x, None)
+    return x
+
+
+def add_to(unit: Any, total: torch.Tensor, x: torch.Tensor) -> None:
+    total += torch.sin(unit.linear(x))
+
+
+def call_add_to(block: Any, x: torch.Tensor) -> Any:
+    total = torch.zeros_like(x, requires_grad=False)
+    block(total, x)
+    return total
+
+
+def call_with_a_stale_view(block: Any, x: torch.Tensor) -> Any:
+    whole = x * 1
+    state = {"x": x, "parts": whole.split(2)}
+    whole.mul_(2)  # autograd refuses the parts from now on
+    return block(state)["x"]
+
+
+def return_views(unit: Any, x: torch.Tensor, views: tuple[torch.Tensor]) -> Any:
+    return torch.sin(unit.linear(x)), views[0].view(-1)
+
+
+def call_return_views(block: Any, x: torch.Tensor) -> Any:
+    out, view = block(x, ((x * 2).view(-1),))
+    return out + view.view(3, WIDTH)
+
+
+class OwnDict(dict):  # type: ignore[type-arg]
+    """Which pytree does not open."""
+
+
+def write_into_own_dict(unit: Any, state: OwnDict) -> None:
+    state["x"] = torch.sin(unit.linear(state["x"]))
+
+
+def call_write_into_own_dict(block: Any, x: torch.Tensor) -> Any:
+    state = OwnDict(x=x)
+    block(state)
+    return state["x"]
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize(
     ("compute", "call"),
@@ -389,10 +482,18 @@ def call_twice_with_one_state(block: Any, x: torch.Tensor) -> Any:
         (return_nothing, call_return_nothing),
         (keep_what_came, call_keep_what_came),
         (add_in_place, call_add_in_place),
+        (change_and_return, call_change_and_return),
+        (return_flat, call_return_flat),
+        (change_alone, call_change_alone),
+        (change_alone, call_change_alone_of_two),
+        (add_to, call_add_to),
+        (keep_and_return, call_with_a_stale_view),
+        (return_views, call_return_views),
+        (write_into_own_dict, call_write_into_own_dict),
     ],
     ids=lambda function: function.__name__,
 )
-def test_a_unit_has_the_callers_own_containers(
+def test_a_unit_has_the_callers_own_inputs(
     compute: Callable[..., Any], call: Callable[..., Any], strategy: str
 ) -> None:
     class Net(nn.Module):
@@ -410,9 +511,159 @@ def test_a_unit_has_the_callers_own_containers(
         model, plain = twins(Net)
         engine = fully_shard(model, comm, units=Apply, strategy=strategy)
         for net in (model, plain):
-            for _ in range(2):
-                net(values(3, WIDTH).requires_grad_()).square().sum().backward()
+            # An optimizer in backward needs to know when a unit's gradients are complete.
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(lambda param: None)
+        inputs = [values(3, WIDTH).requires_grad_() for _ in range(2)]
+        for net, x in zip((model, plain), inputs, strict=True):
+            net(x).square().sum().backward()
         assert_same_gradients(engine, model, plain)
+        torch.testing.assert_close(*[x.grad for x in inputs])
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_view_that_came_and_leaves_makes_no_traffic(strategy: str) -> None:
+    """What it is a view of is not the unit's: backward comes there when the unit's is over."""
+
+    def with_views(unit: Any, x: torch.Tensor, views: tuple[torch.Tensor]) -> Any:
+        return torch.sin(unit.linear(x)), views[0].view(-1)
+
+    def without(unit: Any, x: torch.Tensor, views: tuple[torch.Tensor]) -> Any:
+        return torch.sin(unit.linear(x)), views[0]
+
+    def body(comm: Communicator) -> None:
+        traffic = []
+        for compute in (with_views, without):
+            model = nn.ModuleList(Apply(compute) for _ in range(5))
+            engine = fully_shard(model, comm, units=Apply, strategy=strategy)
+            x = values(3, WIDTH).requires_grad_() * 1
+            view = (x * 2).view(-1)
+            for block in model:
+                x, view = block(x, (view,))
+            (x.sum() + view.sum()).backward()
+            traffic.append((engine.traffic.gathered_bytes, engine.traffic.reduced_bytes))
+        assert traffic[0] == traffic[1]
+
+    run_threads(body, 2)
+
+
+def test_units_with_one_input_are_reduced_one_after_the_other() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.ModuleList(Apply(lambda unit, x, _: unit.linear(x)) for _ in range(2))
+        engine = fully_shard(model, comm, units=Apply, strategy="no_shard")
+        seen: list[Stage] = []
+        x = values(3, WIDTH).requires_grad_() * 1
+        first = _Called.apply(
+            model[0](x, None), lambda: seen.append(engine.unit(model[1]).gradients.stage)
+        )
+        (first + model[1](x, None)).sum().backward()
+        assert seen[0] not in (Stage.EMPTY, Stage.LOCAL)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("more", [None, [1]], ids=["nothing more", "a list"])
+def test_units_in_reentrant_checkpoints_may_have_more_than_a_tensor(
+    more: Any, strategy: str
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                Apply(lambda unit, x, _: torch.sin(unit.linear(x))) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, more, use_reentrant=True)
+            return x
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Net)
+        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
+        for net in (model, plain):
+            net(values(3, WIDTH).requires_grad_()).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_a_unit_that_is_used_again_within_its_own_backward_keeps_its_parameters() -> None:
+    """A tensor from the middle of its first use is an input of its second one."""
+
+    def compute(unit: Any, state: list[torch.Tensor]) -> torch.Tensor:
+        middle = torch.sin(_Called.apply(unit.linear(torch.ones(3, WIDTH)), look))
+        unit.middle = middle
+        return unit.linear(middle) + sum(each.mean() for each in state)
+
+    seen: list[State] = []
+
+    def look() -> None:
+        seen.append(engine.units[0].state)
+
+    model = Apply(compute)
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    (model([]) + model([model.middle])).square().sum().backward()
+    assert seen == [State.BACKWARD] * 2
+
+
+def test_forwards_leave_nothing_at_an_input_that_is_kept() -> None:
+    model = Apply(lambda unit, state: torch.sin(unit.linear(state["x"])))
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    x = values(3, WIDTH).requires_grad_() * 1
+    gc.disable()  # no cycle of references may keep activations
+    try:
+        for _ in range(5):
+            model({"x": x})
+    finally:
+        gc.enable()
+    assert not x._backward_hooks
+    assert not engine.units[0].gradients.awaited
+
+
+def test_containers_with_many_ways_to_a_tensor_are_opened_once() -> None:
+    for cast in (None, torch.bfloat16):
+        x = values(3, WIDTH).requires_grad_() * 1
+        model = Apply(lambda unit, state: unit.linear(state["both"][0]["both"][0]["x"]))
+        precision = MixedPrecision(param_dtype=cast)
+        fully_shard(model, Communicator.local_group(1)[0], mixed_precision=precision)
+        state: dict[str, Any] = {"x": x}
+        for _ in range(25):
+            state = {"x": x, "both": [state, state]}
+        model(state).sum().backward()
+
+
+def test_a_dict_that_is_given_twice_stays_one_where_inputs_are_cast() -> None:
+    def compute(unit: Any, one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Any:
+        assert one is other
+        one["y"] = unit.linear(one["x"])
+        return other["y"]
+
+    model = Apply(compute)
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    fully_shard(model, Communicator.local_group(1)[0], mixed_precision=precision)
+    state = {"x": values(3, WIDTH)}
+    assert model(state, state) is state["y"]
+
+
+def test_a_view_of_a_parameter_in_a_container_is_refused() -> None:
+    """Other units' parameters come into its memory; what a unit returns is copied."""
+
+    def compute(unit: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        state["row"] = unit.linear.weight[0]
+        out: torch.Tensor = unit.linear(state["x"])
+        return out
+
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(Apply(compute), Apply(compute), Apply(compute))
+        fully_shard(model, comm, units=Apply)
+        with pytest.raises(
+            RuntimeError, match=r"unit '0' has left a view .* put a clone\(\) of it"
+        ):
+            model({"x": values(3, WIDTH)})
 
     run_threads(body, 2)
 
@@ -491,20 +742,6 @@ def test_a_view_that_a_unit_returns_may_be_changed_in_place(
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
-
-
-class _Called(torch.autograd.Function):
-    """Calls something when backward comes by."""
-
-    @staticmethod
-    def forward(ctx, x, call):  # type: ignore[no-untyped-def]
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.call()
-        return grad, None
 
 
 def test_the_gradients_of_units_that_hand_on_a_dict_are_reduced_while_backward_goes_on() -> None:
