@@ -21,14 +21,15 @@ class Background(Generic[T]):
 
     def __init__(self, fn: Callable[[], T]) -> None:
         self._outcome: Future[T] = Future()
-        thread = threading.Thread(target=self._run, args=(fn,), daemon=True)
+        thread = threading.Thread(target=self._run, args=([fn],), daemon=True)
         _threads.difference_update([each for each in list(_threads) if not each.is_alive()])
         _threads.add(thread)  # first, since Ctrl-C may come while it starts
         thread.start()
 
-    def _run(self, fn: Callable[[], T]) -> None:
+    def _run(self, fns: list[Callable[[], T]]) -> None:
         try:
-            self._outcome.set_result(fn())
+            # The caller may go on before this thread has ended. By then it holds nothing of fn's, such as a connection.
+            self._outcome.set_result(fns.pop()())
         except BaseException as error:
             self._outcome.set_exception(error)
 

@@ -266,21 +266,29 @@ class GroupExchange(Exchange):
             dist.all_gather_object(everybody, secrets.token_hex(8), group=group)
             return f"shardcomm/{everybody[0]}/{members[0]}"
 
-        self._name = self.wait_for(name)
+        # Nobody can leave word under a name that is not known yet.
+        self._name = (
+            name() if self._is_of_threads else self._wait_for(_here(name), threading.Event())
+        )
 
     def wait_for(self, fn: Callable[[], T]) -> T:
         """See `Exchange`."""
         if self._is_of_threads:  # each of which has its own groups
             return fn()
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return super().wait_for(fn)
-        device = torch.cuda.current_device()  # a thread's own, which fn's thread takes over
+        return super().wait_for(_here(fn))
 
-        def on_device() -> T:
-            with torch.cuda.device(device):
-                return fn()
 
-        return super().wait_for(on_device)
+def _here(fn: Callable[[], T]) -> Callable[[], T]:
+    """fn, for another thread: the current GPU is each thread's own."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return fn
+    device = torch.cuda.current_device()
+
+    def on_device() -> T:
+        with torch.cuda.device(device):
+            return fn()
+
+    return on_device
 
 
 def gave_up(error: BaseException, rank: int, size: int) -> CommError:
