@@ -95,7 +95,7 @@ class Step:
         calls = ModuleCalls(unit, self)
         unit.callbacks = Callbacks(
             on_backward=functools.partial(self._pre_backward, unit),
-            on_backward_end=weakly(self._post_backward, unit),
+            on_backward_end=functools.partial(self._post_backward, unit),
             on_gradient=weakly(self._on_gradient, unit),
             on_shard_gradient=weakly(self.unsharding.on_shard_gradient, unit),
             on_unshard=functools.partial(self.unsharding.unshard, unit),
@@ -439,7 +439,9 @@ class Step:
     def settle(self) -> None:
         """Waits for what is queued, and forgets a step that an exception ended, with the gradients of its backward."""
         for unit in self._units:
-            if unit.state is not IDLE:
+            # After a backward that failed inside of a unit's forward, that may go on.
+            goes_on = self._backward_failed and unit.forward.thread is not None
+            if unit.state is not IDLE and not goes_on:
                 unit.show_shard()
                 unit.state = IDLE
                 unit.forward.entered = None

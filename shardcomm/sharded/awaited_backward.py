@@ -9,17 +9,15 @@ import torch
 
 from shardcomm.sharded.hooks import run_eagerly, weakly
 
-_NONE = 0
-
 
 class Awaited(set[int]):
     """A unit's backwards that have yet to come, by the `id` of each `AwaitedBackward`.
 
     Attributes:
-        going_on: The one that has begun last, if it has not ended.
+        going_on: The one that has begun last; None: it has ended, or its graph is gone.
     """
 
-    going_on = _NONE
+    going_on: int | None = None
 
 
 class AwaitedBackward:
@@ -45,7 +43,7 @@ class AwaitedBackward:
         self._awaited = awaited
         self._on_begin = on_begin
         self._on_end = on_end
-        self._hooks: list[Any] = []
+        self._hooks: tuple[Any, ...] = ()
 
     def begin(self) -> None:
         """Makes the unit's gradients wait for this backward."""
@@ -57,7 +55,7 @@ class AwaitedBackward:
         The tensor does not hold this backward. Once the unit's graph is freed, the mark is gone.
         """
         # It comes before hooks on the tensor's node: those of `on_output`, if the tensor is a unit's output.
-        self._hooks.append(tensor.register_hook(weakly(self._on_tensor)))  # type: ignore[no-untyped-call]
+        self._hooks += (tensor.register_hook(weakly(self._on_tensor)),)  # type: ignore[no-untyped-call]
 
     def on_output(self, grad: torch.Tensor) -> None:
         """The mark at the node that made an output: its gradient is there."""
@@ -73,12 +71,14 @@ class AwaitedBackward:
             self._end(certain=False)
 
     def _end(self, *, certain: bool) -> None:
-        self._awaited.going_on = _NONE
+        self._awaited.going_on = None
         self._awaited.discard(id(self))
         self._on_end(certain)
 
     def __del__(self) -> None:
         self._awaited.discard(id(self))
+        if self._awaited.going_on == id(self):
+            self._awaited.going_on = None
         for hook in self._hooks:
             hook.remove()
 

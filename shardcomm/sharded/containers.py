@@ -22,22 +22,19 @@ class Copies:
         # What the unit has in the place of the caller's, and the caller's, by the `id` of the first.
         self._callers: dict[int, tuple[Any, Any]] = {}
         # The caller's container, the unit's copy of it, and what was in the copy.
-        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._containers: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
 
     def note(self, callers: Any, inside: Any) -> None:
         """Notes that the unit has `inside`, a tensor or a container, in the place of `callers`."""
         self._callers[id(inside)] = inside, callers
-        # No type of somebody's own, which may have other rules.
-        if type(callers) in (list, deque, dict, OrderedDict, defaultdict) or (
-            dataclasses.is_dataclass(callers) and not isinstance(callers, dict)
-        ):
-            self._containers.append((callers, inside, _values(inside)))
+        if _is_known(callers):
+            self._containers.append((callers, inside, _items(inside)))
 
     def carry_back(self) -> None:
         """Puts into the caller's containers what was put into the copies."""
         for container, copied, before in self._containers:
-            now = _values(copied)
-            if len(now) == len(before) and all(map(is_, now, before)):
+            now = _items(copied)
+            if len(now) == len(before) and all(map(_is_same, now, before)):
                 continue
             if isinstance(container, list | deque):
                 values = [self._outside(each) for each in copied]
@@ -55,18 +52,15 @@ class Copies:
         return self._callers.get(id(value), (value, value))[1]
 
 
-NO_COPIES = Copies()
-
-
 def mapped(
-    change: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies = NO_COPIES
+    change: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies | None = None
 ) -> Any:
     """`tree` with every tensor in it changed. What has no changed tensor in it is the same object as before.
 
     Args:
         change: Makes the new tensor, or returns the one that it is given.
         tree: Tensors in containers. What is there several times stays one; a container in itself stays as it is there.
-        copies: Is told of each tensor and container in whose place another one comes, if it is not `NO_COPIES`.
+        copies: Is told of each tensor and container in whose place another one comes.
     """
     return _mapped(change, tree, copies, {})
 
@@ -74,11 +68,10 @@ def mapped(
 def _mapped(
     change: Callable[[torch.Tensor], torch.Tensor],
     value: Any,
-    copies: Copies,
-    done: dict[
-        int, tuple[Any, Any]
-    ],  # what has come of each value, which is kept for as long, by its `id`
+    copies: Copies | None,
+    done: dict[int, tuple[Any, Any]],
 ) -> Any:
+    """See `mapped`. `done` has, by its `id`, each value that was come to, which so is kept, and what became of it."""
     if id(value) in done:
         return done[id(value)][1]
     if isinstance(value, torch.Tensor):
@@ -91,9 +84,21 @@ def _mapped(
         inside = [_mapped(change, each, copies, done) for each in children]
         new = value if all(map(is_, inside, children)) else put_together(inside)
     done[id(value)] = value, new
-    if new is not value and copies is not NO_COPIES:
+    if new is not value and copies is not None:
         copies.note(value, new)
     return new
+
+
+def put_in(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> None:
+    """Changes the tensors in the lists, dicts and dataclasses of `tree`, which stay the same objects."""
+    for container in filter(_is_known, contents(tree)):
+        is_dataclass = dataclasses.is_dataclass(container)
+        for key, value in _items(container):
+            if isinstance(value, torch.Tensor) and (new := change(value)) is not value:
+                if is_dataclass:
+                    object.__setattr__(container, key, new)  # also where it is frozen
+                else:
+                    container[key] = new
 
 
 def contents(*trees: Any) -> list[Any]:
@@ -145,13 +150,23 @@ def _open(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     return None
 
 
-def _values(container: Any) -> list[Any]:
-    """What is in a list, a dict or a dataclass, by which a change of it is seen."""
+def _is_same(item: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    (key, value), (key_before, value_before) = item, before
+    return (key is key_before or key == key_before) and value is value_before
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it is a list, a dict or a dataclass, and of no type of somebody's own, which may have other rules."""
+    return type(value) in (list, deque, dict, OrderedDict, defaultdict) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, dict)
+    )
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """What is in a list, a dict or a dataclass, each with its place."""
     if isinstance(container, list | deque):
-        return list(container)
-    if isinstance(container, dict):
-        return [each for entry in container.items() for each in entry]
-    return list(_fields(container).values())
+        return list(enumerate(container))
+    return list((container if isinstance(container, dict) else _fields(container)).items())
 
 
 def _fields(instance: Any) -> dict[str, Any]:

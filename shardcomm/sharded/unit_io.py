@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._C._autograd import _get_sequence_nr
+from torch._C._autograd import CreationMeta, _get_creation_meta, _get_sequence_nr
 
 from shardcomm.sharded import containers
 from shardcomm.sharded.awaited_backward import AwaitedBackward
-from shardcomm.sharded.containers import NO_COPIES, Copies
+from shardcomm.sharded.containers import Copies
 from shardcomm.sharded.hooks import run_eagerly
 
 
@@ -34,14 +34,14 @@ class Entered:
         came: The caller's own tensors that the unit has and that require a gradient, and those of which they are views;
             each with its node, or None where it is a leaf; by its `id`.
         inputs: The inputs in which the unit may leave something.
-        copies: The copies of the caller's containers in which tensors are cast.
+        copies: The copies of the caller's containers in which tensors are cast; None: nothing is cast.
         marked: Whether an input is marked, to tell of the end of the unit's backward.
     """
 
     aliases: Sequence[tuple[torch.Tensor, torch.Tensor, Any]] = ()
     came: Mapping[int, tuple[torch.Tensor, Any]] = MappingProxyType({})
     inputs: tuple[Any, ...] = ()
-    copies = NO_COPIES
+    copies: Copies | None = None
     marked = False
 
     def __init__(self, backward: AwaitedBackward) -> None:
@@ -52,7 +52,7 @@ class Entered:
         for given, alias, node in self.aliases:
             if tensor is given:
                 return alias.grad_fn is not node
-            if tensor is given._base:
+            if tensor is given._base:  # the caller's
                 return False
         node = _node_of(tensor)
         return node is not None and self.came.get(id(tensor), _NOTHING)[1] is not node
@@ -111,11 +111,10 @@ def _mark_inputs(
         kwargs = {name: aliases.get(id(x), x) for name, x in kwargs.items()}
     came = [each for x in held.values() for each in (x, x._base) if each is not None]
     entered.came = {id(x): (x, _node_of(x)) for x in came}
-    if not entered.aliases:
-        for tensor in held.values():
-            if _tells_of_end(tensor, device):
-                entered.backward.watch(tensor)
-                entered.marked = True
+    for tensor in held.values():
+        if _tells_of_end(tensor, device):
+            entered.backward.watch(tensor)
+            entered.marked = True
     return args, kwargs
 
 
@@ -171,25 +170,40 @@ def leave(
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(given):
                 given.copy_(alias)
             changed.append(given)
-    if entered.copies is not NO_COPIES:
+    if entered.copies is not None:
         entered.copies.carry_back()
     if isinstance(output, torch.Tensor) and not (entered.inputs or changed):
         # The usual case, which so costs half.
         output = _outside(output, entered, dtype, own_storages)
         return output, _announce(output, entered)
-    outside = partial(_outside, entered=entered, dtype=dtype, own_storages=own_storages)
-    output = containers.mapped(outside, output)
     marked = False
-    for each in containers.contents(output, *entered.inputs, *changed):
-        if isinstance(each, torch.Tensor):
-            # The parameter itself raises where it is used.
-            if shared_by is not None and _is_in(each, own_storages) and type(each) is torch.Tensor:
-                raise RuntimeError(
-                    f"forward of unit {shared_by!r} has left a view of a parameter in a container, in whose memory "
-                    "other parameters will be; put a clone() of it there"
-                )
-            marked |= _announce(each, entered)
+
+    def outside(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal marked
+        tensor = _outside(tensor, entered, dtype, own_storages)
+        marked |= _announce(tensor, entered)
+        return tensor
+
+    if entered.aliases:  # containers that the unit has made, and may keep
+        containers.put_in(partial(_callers, entered=entered), output)
+    output = containers.mapped(outside, output)
+    if torch.is_grad_enabled() or shared_by is not None:
+        for each in containers.contents(*entered.inputs, *changed):
+            if isinstance(each, torch.Tensor):
+                _check_no_view(each, own_storages, shared_by)
+                marked |= _announce(each, entered)
     return output, marked
+
+
+def _check_no_view(
+    tensor: torch.Tensor, own_storages: Collection[int], shared_by: str | None
+) -> None:
+    # A parameter itself raises where it is used.
+    if shared_by is not None and type(tensor) is torch.Tensor and _is_in(tensor, own_storages):
+        raise RuntimeError(
+            f"forward of unit {shared_by!r} has left a view of a parameter in a container, in whose memory other "
+            "parameters will be; put a clone() of it there"
+        )
 
 
 def _outside(
@@ -198,15 +212,38 @@ def _outside(
     dtype: torch.dtype | None,
     own_storages: Collection[int],
 ) -> torch.Tensor:
-    """What the caller gets for a tensor that the unit returns: its own one for an alias, and its view for a view."""
-    for given, alias, _ in entered.aliases:
-        if tensor is alias:
-            tensor = given
-        elif tensor._base is alias:
-            tensor = tensor._view_func(given)  # type: ignore[attr-defined]
+    """What the caller gets for a tensor that the unit returns."""
+    if entered.aliases:
+        tensor = _callers(tensor, entered)
     if own_storages and _is_in(tensor, own_storages):
         tensor = tensor.clone()
     return tensor if dtype is None else _cast(tensor, dtype)
+
+
+def _callers(tensor: torch.Tensor, entered: Entered) -> torch.Tensor:
+    """The caller's own tensor for an alias of it, and its view for a view of an alias; else `tensor`."""
+    for given, alias, _ in entered.aliases:
+        if alias._backward_hooks is not None:  # the unit's own, on what backward brings to it
+            continue
+        if tensor is alias and alias.shape == given.shape:
+            return given
+        if tensor._base is alias and type(given) is torch.Tensor and _is_plain_view(tensor, alias):
+            view: torch.Tensor = tensor._view_func(given)  # type: ignore[attr-defined]
+            return view
+    return tensor
+
+
+def _is_plain_view(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether another view like this one can stand in its place: backward only undoes the view, and nobody looks on."""
+    node = tensor.grad_fn
+    return (
+        type(tensor) is torch.Tensor
+        and _get_creation_meta(tensor) == CreationMeta.DEFAULT
+        and node is not None
+        and node.next_functions[0][0] is base.grad_fn  # not of a view between, which may have hooks
+        and tensor._backward_hooks is None
+        and not tensor.retains_grad
+    )
 
 
 def _announce(tensor: torch.Tensor, entered: Entered) -> bool:

@@ -456,6 +456,58 @@ def call_return_views(block: Any, x: torch.Tensor) -> Any:
     return out + view.view(3, WIDTH)
 
 
+class _Reversed(torch.autograd.Function):
+    """A view whose gradient is another than that of a view."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return -grad
+
+
+def reverse(unit: Any, x: torch.Tensor) -> Any:
+    return _Reversed.apply(x), unit.linear(x)
+
+
+def return_a_watched_view(unit: Any, x: torch.Tensor) -> Any:
+    view = x.view(x.shape)
+    view.register_hook(lambda grad: grad * 3)
+    return view, unit.linear(x)
+
+
+def return_a_view_of_a_watched_view(unit: Any, x: torch.Tensor) -> Any:
+    view = x.view(-1)
+    view.register_hook(lambda grad: grad * 3)
+    return view.view(x.shape), unit.linear(x)
+
+
+def return_a_view_without_gradient(unit: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        view = x.view(x.shape)
+    return view, unit.linear(x)
+
+
+def call_for_two(block: Any, x: torch.Tensor) -> Any:
+    one, other = block(x * 1)
+    return one.sin() + other
+
+
+def keep_a_history(unit: Any, x: torch.Tensor) -> Any:
+    unit.history = [x]
+    return unit.linear(x), unit.history
+
+
+def call_keep_a_history(block: Any, x: torch.Tensor) -> Any:
+    x = x * 1
+    out, history = block(x)
+    assert history is block.history
+    assert history[0] is x
+    return out
+
+
 class OwnDict(dict):  # type: ignore[type-arg]
     """Which pytree does not open."""
 
@@ -490,6 +542,11 @@ def call_write_into_own_dict(block: Any, x: torch.Tensor) -> Any:
         (keep_and_return, call_with_a_stale_view),
         (return_views, call_return_views),
         (write_into_own_dict, call_write_into_own_dict),
+        (reverse, call_for_two),
+        (return_a_watched_view, call_for_two),
+        (return_a_view_of_a_watched_view, call_for_two),
+        (return_a_view_without_gradient, call_for_two),
+        (keep_a_history, call_keep_a_history),
     ],
     ids=lambda function: function.__name__,
 )
