@@ -88,7 +88,8 @@ def test_ranks_of_several_hosts_make_one_machine(cluster: type[Cluster]) -> None
     assert made.crowding >= 1
     assert made.network_bytes_per_s == first.link_bytes_per_s
     assert made.socket_bytes_per_s == first.socket_bytes_per_s > 0
-    assert 0 < made.network_latency_s < 0.05
+    # Beside the other host's figures, a fast one has nothing left for exchanges.
+    assert 0 <= made.network_latency_s < 0.05
 
 
 @pytest.mark.usefixtures("warm_python")
