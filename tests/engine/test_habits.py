@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,9 @@ def test_after_a_forward_that_was_interrupted_the_model_shows_rows(
     error: type[BaseException], strategy: str
 ) -> None:
     def between(net: nn.Module, _step: object) -> None:
+        rows = list(net.parameters())
         fail_once(net, error)
+        assert all(map(operator.is_, net.parameters(), rows))
         net.zero_grad()  # of the rows; else the next backward would add to their gradients
 
     trained_alike(Chain, between, strategy=strategy)
