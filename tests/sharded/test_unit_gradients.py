@@ -8,6 +8,7 @@ from torch import nn
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
 from shardcomm.sharded.unit_gradients import Stage
+from support.called import Called
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
@@ -17,20 +18,6 @@ LAYERS = 5
 
 def chain() -> Chain:
     return Chain(layers=LAYERS)
-
-
-class _Called(torch.autograd.Function):
-    """Calls something when backward comes by."""
-
-    @staticmethod
-    def forward(ctx, x, call):  # type: ignore[no-untyped-def]
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.call()
-        return grad, None
 
 
 def stages(engine: Engine) -> list[Stage]:
@@ -47,7 +34,7 @@ def test_a_units_gradients_are_shown_while_backward_goes_on() -> None:
             last = model.blocks[-1].linear.weight.grad
             seen.append((stages(engine), last is not None))
 
-        model.between = lambda i, x: _Called.apply(x, look) if i == 0 else x
+        model.between = lambda i, x: Called.apply(x, look) if i == 0 else x
         assert stages(engine) == [Stage.EMPTY] * (LAYERS + 1)
         with engine.no_sync():
             model(values(3, WIDTH)).sum().backward()
@@ -177,7 +164,7 @@ def test_a_backward_that_failed_shows_only_earlier_gradients_afterwards(earlier:
             shown.append(model.blocks[-1].linear.weight.grad is not None)
             raise LookupError
 
-        model.between = lambda i, x: _Called.apply(x, fail) if i == 0 else x
+        model.between = lambda i, x: Called.apply(x, fail) if i == 0 else x
         with pytest.raises(LookupError):
             model(values(3, WIDTH)).sum().backward()
         assert shown == [True]
@@ -198,7 +185,7 @@ def test_gradients_are_looked_at_before_any_is_shown(on_nonfinite: str) -> None:
         shown: list[bool] = []
         hooked: list[bool] = []
         model.between = lambda i, x: (
-            _Called.apply(x, lambda: shown.append(model.blocks[-1].linear.weight.grad is not None))
+            Called.apply(x, lambda: shown.append(model.blocks[-1].linear.weight.grad is not None))
             if i == 0
             else x
         )

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shardcomm import Communicator, MixedPrecision, fully_shard
 from shardcomm.sharded.sharded_unit import State
 from shardcomm.sharded.unit_gradients import Stage
+from support.called import Called
 from support.thread_ranks import run_threads
 from support.twins import assert_same_gradients, twins, values
 
@@ -266,20 +267,6 @@ def test_what_a_recomputed_unit_writes_reaches_what_is_recomputed_after_it(
     run_threads(body, 2)
 
 
-class _Called(torch.autograd.Function):
-    """Calls something when backward comes by."""
-
-    @staticmethod
-    def forward(ctx, x, call):  # type: ignore[no-untyped-def]
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.call()
-        return grad, None
-
-
 class Apply(nn.Module):
     """Computes with what it is given by a function of its own."""
 
@@ -290,6 +277,38 @@ class Apply(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(self, *args, **kwargs)
+
+
+class Blocks(nn.Module):
+    """Four of them, each called by a function of its caller's."""
+
+    def __init__(self, compute: Callable[..., Any], call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Apply(compute) for _ in range(4))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def assert_as_plain(compute: Callable[..., Any], call: Callable[..., Any], strategy: str) -> None:
+    """Compares the gradients of sharded `Blocks` with those of plain ones."""
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Blocks(compute, call))
+        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
+        inputs = [values(3, WIDTH).requires_grad_() for _ in range(2)]
+        for net, x in zip((model, plain), inputs, strict=True):
+            # An optimizer in backward needs to know when a unit's gradients are complete.
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(lambda param: None)
+            net(x * 1).square().sum().backward()  # of no leaf, which may not be changed in place
+        assert_same_gradients(engine, model, plain)
+        torch.testing.assert_close(*[x.grad for x in inputs])
+
+    run_threads(body, 2)
 
 
 class Box:
@@ -553,31 +572,7 @@ def call_write_into_own_dict(block: Any, x: torch.Tensor) -> Any:
 def test_a_unit_has_the_callers_own_inputs(
     compute: Callable[..., Any], call: Callable[..., Any], strategy: str
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Apply(compute) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * 1  # no leaf, and in place means no leaf's
-            for block in self.blocks:
-                x = call(block, x)
-            return x
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Net)
-        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
-        for net in (model, plain):
-            # An optimizer in backward needs to know when a unit's gradients are complete.
-            for param in net.parameters():
-                param.register_post_accumulate_grad_hook(lambda param: None)
-        inputs = [values(3, WIDTH).requires_grad_() for _ in range(2)]
-        for net, x in zip((model, plain), inputs, strict=True):
-            net(x).square().sum().backward()
-        assert_same_gradients(engine, model, plain)
-        torch.testing.assert_close(*[x.grad for x in inputs])
-
-    run_threads(body, 2)
+    assert_as_plain(compute, call, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -612,7 +607,7 @@ def test_units_with_one_input_are_reduced_one_after_the_other() -> None:
         engine = fully_shard(model, comm, units=Apply, strategy="no_shard")
         seen: list[Stage] = []
         x = values(3, WIDTH).requires_grad_() * 1
-        first = _Called.apply(
+        first = Called.apply(
             model[0](x, None), lambda: seen.append(engine.unit(model[1]).gradients.stage)
         )
         (first + model[1](x, None)).sum().backward()
@@ -626,33 +621,18 @@ def test_units_with_one_input_are_reduced_one_after_the_other() -> None:
 def test_units_in_reentrant_checkpoints_may_have_more_than_a_tensor(
     more: Any, strategy: str
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                Apply(lambda unit, x, _: torch.sin(unit.linear(x))) for _ in range(4)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, more, use_reentrant=True)
-            return x
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Net)
-        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
-        for net in (model, plain):
-            net(values(3, WIDTH).requires_grad_()).square().sum().backward()
-        assert_same_gradients(engine, model, plain)
-
-    run_threads(body, 2)
+    assert_as_plain(
+        lambda unit, x, _: torch.sin(unit.linear(x)),
+        lambda block, x: checkpoint(block, x, more, use_reentrant=True),
+        strategy,
+    )
 
 
 def test_a_unit_that_is_used_again_within_its_own_backward_keeps_its_parameters() -> None:
     """A tensor from the middle of its first use is an input of its second one."""
 
     def compute(unit: Any, state: list[torch.Tensor]) -> torch.Tensor:
-        middle = torch.sin(_Called.apply(unit.linear(torch.ones(3, WIDTH)), look))
+        middle = torch.sin(Called.apply(unit.linear(torch.ones(3, WIDTH)), look))
         unit.middle = middle
         return unit.linear(middle) + sum(each.mean() for each in state)
 
@@ -779,26 +759,13 @@ VIEWS = {
 def test_a_view_that_a_unit_returns_may_be_changed_in_place(
     strategy: str, view: Callable[..., Any]
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Apply(view) for _ in range(3))
+    def call(block: Any, x: torch.Tensor) -> torch.Tensor:
+        out = block(x * 1)
+        out += 1
+        changed: torch.Tensor = out.view(3, WIDTH)
+        return changed
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                out = block(x * 1)
-                out += 1
-                x = out.view(3, WIDTH)
-            return x
-
-    def body(comm: Communicator) -> None:
-        model, plain = twins(Net)
-        engine = fully_shard(model, comm, units=Apply, strategy=strategy)
-        for net in (model, plain):
-            net(values(3, WIDTH).requires_grad_()).square().sum().backward()
-        assert_same_gradients(engine, model, plain)
-
-    run_threads(body, 2)
+    assert_as_plain(view, call, strategy)
 
 
 def test_the_gradients_of_units_that_hand_on_a_dict_are_reduced_while_backward_goes_on() -> None:
@@ -812,7 +779,7 @@ def test_the_gradients_of_units_that_hand_on_a_dict_are_reduced_while_backward_g
 
         state = {"x": values(3, WIDTH).requires_grad_() * 1}
         model[0](state)
-        state["x"] = _Called.apply(state["x"], look)
+        state["x"] = Called.apply(state["x"], look)
         for block in model[1:]:
             block(state)
         state["x"].sum().backward()
@@ -831,7 +798,7 @@ def test_an_input_in_a_dict_may_come_from_another_thread() -> None:
 
         def compute(unit: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
             first = unit.linear(torch.ones(3, WIDTH))  # its backward comes last
-            return _Called.apply(first, lambda: seen.append(engine.units[0].state)) + state["x"] * 2
+            return Called.apply(first, lambda: seen.append(engine.units[0].state)) + state["x"] * 2
 
         def elsewhere() -> None:
             for _ in range(100):
