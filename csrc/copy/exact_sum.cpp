@@ -1,8 +1,8 @@
-// The elements of a block are summed plainly where that is exact for all of them: where exponents
-// lie so close that a double holds every partial sum or, of elements of 16 bits, a float, in which
-// the caller sums. Else sums are kept in pairs of doubles, total + residue, without an error as
-// long as nothing is lost; of two sources nothing can be lost. What is not finite, or lost
-// something, is summed anew in fixed point.
+// The elements of a block are added plainly first, those of 16 bits in floats, then those and
+// floats in doubles. That is exact if no addition had an error, as is usual where exponents lie
+// close. Else sums are kept in pairs of doubles, total + residue, without an error as long as
+// nothing is lost; of two sources nothing can be lost. What is not finite, or lost something, is
+// summed anew in fixed point.
 #include "copy/exact_sum.h"
 
 #include <algorithm>
@@ -21,10 +21,6 @@ namespace {
 
 // Each of a block's elements has its total, its residue and what was lost, in rows.
 enum SumRow { kTotal, kResidue, kLost };
-// Magnitude bits of the element's largest summand, and of its smallest non-zero one, less 1.
-enum RangeRow { kLargest, kSmallest, kRangeRows };
-
-constexpr int kFloatBits = 24, kDoubleBits = 53;  // of significands
 
 // Four source pointers; those beyond kSources repeat the last one.
 template <class Src, int kSources>
@@ -37,81 +33,60 @@ struct Columns {
   const Src *a, *b, *c, *d;
 };
 
-// Bit layout of f32, bf16 and f16.
-template <class Src>
-struct Format {
-  using Bits = std::conditional_t<sizeof(Src) == 2, std::uint16_t, std::uint32_t>;
-  static constexpr int kFraction = std::is_same_v<Src, BFloat16> ? 7
-                                   : std::is_same_v<Src, Half>   ? 10
-                                                                 : 23;
-  static constexpr int kLargestExponent =
-      std::is_same_v<Src, Half> ? 30 : 254;  // of what is finite
-
-  [[gnu::always_inline]] static Bits magnitude(Src x) {
-    Bits bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return static_cast<Bits>(bits & (static_cast<Bits>(~Bits{0}) >> 1));
-  }
-};
-
-template <class Src, int kSources, bool kFirst>
-struct Range {
-  [[gnu::always_inline]] static void run(void* rows, const void* const* sources,
-                                         std::int64_t count) {
-    using Bits = typename Format<Src>::Bits;
-    Bits* __restrict largest = static_cast<Bits*>(rows) + kLargest * kBlockElements;
-    Bits* __restrict smallest = static_cast<Bits*>(rows) + kSmallest * kBlockElements;
-    const Columns<Src, kSources> of(sources);
-    for (std::int64_t i = 0; i < count; ++i) {
-      const Bits bits[] = {Format<Src>::magnitude(of.a[i]), Format<Src>::magnitude(of.b[i]),
-                           Format<Src>::magnitude(of.c[i]), Format<Src>::magnitude(of.d[i])};
-      Bits most = kFirst ? bits[0] : largest[i];
-      Bits least = kFirst ? static_cast<Bits>(bits[0] - 1) : smallest[i];
-      for (int k = kFirst ? 1 : 0; k < kSources; ++k) {
-        most = std::max(most, bits[k]);
-        least = std::min(least, static_cast<Bits>(bits[k] - 1));
-      }
-      largest[i] = most;
-      smallest[i] = least;
-    }
-  }
-};
-
-// The most that the bits of an element's summands differ, and the bits of the largest of all.
-template <class Src>
-struct Widest {
-  [[gnu::always_inline]] static void run(const void* rows, std::int64_t count,
-                                         std::uint32_t* spread, std::uint32_t* largest) {
-    using Bits = typename Format<Src>::Bits;
-    const Bits* __restrict most = static_cast<const Bits*>(rows) + kLargest * kBlockElements;
-    const Bits* __restrict least = static_cast<const Bits*>(rows) + kSmallest * kBlockElements;
-    Bits widest = 0, highest = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-      widest = std::max(widest, static_cast<Bits>(most[i] - least[i]));
-      highest = std::max(highest, most[i]);
-    }
-    *spread = widest;
-    *largest = highest;
-  }
-};
-
 [[gnu::always_inline]] inline double* row(double* rows, SumRow which) {
   return rows + which * kBlockElements;
 }
 
 // total + the returned error = the former total + x, exactly, unless something is not finite; the
 // error is NaN then. (Knuth, The Art of Computer Programming, 2, 4.2.2, theorem B.)
-[[gnu::always_inline]] inline double add_exactly(double& total, double x) {
-  const double sum = total + x;
-  const double added = sum - total;
-  const double error = (total - (sum - added)) + (x - added);
+template <class Value>
+[[gnu::always_inline]] inline Value add_exactly(Value& total, Value x) {
+  const Value sum = total + x;
+  const Value added = sum - total;
+  const Value error = (total - (sum - added)) + (x - added);
   total = sum;
   return error;
 }
 
-// Adds the values of `kSources` sources; kFirst: to nothing.
-template <class Src, int kSources, bool kFirst, bool kInPairs>
-struct Add {
+// Adds the values of `kSources` sources to the totals, which are floats or doubles; kFirst: to
+// nothing. `*errors` becomes 0 if no addition had an error, and nothing overflowed.
+template <class Src, class Value, int kSources, bool kFirst>
+struct AddPlainly {
+  [[gnu::always_inline]] static void run(void* sums, const void* const* sources, std::int64_t count,
+                                         std::uint64_t* errors) {
+    using Bits = std::conditional_t<sizeof(Value) == 4, std::uint32_t, std::uint64_t>;
+    const auto bits_of = [](Value x) {
+      Bits bits;
+      std::memcpy(&bits, &x, sizeof bits);
+      return bits;
+    };
+    Value* __restrict totals = static_cast<Value*>(sums);
+    const Columns<Src, kSources> of(sources);
+    Bits any = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Value a = load(of.a[i]), b = load(of.b[i]), c = load(of.c[i]), d = load(of.d[i]);
+      // The sum minus the larger of x and y has no error (Dekker, 1971, "A floating-point technique
+      // for extending the available precision"). So the sum has none if that gives back the other
+      // one; both are tried, because to find the larger one takes longer. Equal numbers differ by
+      // +0, whose bits are all 0.
+      const auto add = [&any, bits_of](Value x, Value y) {
+        const Value sum = x + y;
+        any |= bits_of((sum - x) - y) | bits_of((sum - y) - x);
+        return sum;
+      };
+      Value total = a;
+      if constexpr (kSources == 2) total = add(a, b);
+      if constexpr (kSources == 3) total = add(add(a, b), c);
+      if constexpr (kSources == 4) total = add(add(a, b), add(c, d));
+      totals[i] = kFirst ? total : add(totals[i], total);
+    }
+    *errors = any;
+  }
+};
+
+// Adds in pairs of doubles, which lie in rows.
+template <class Src, int kSources, bool kFirst>
+struct AddInPairs {
   [[gnu::always_inline]] static void run(double* rows, const void* const* sources,
                                          std::int64_t count) {
     double* __restrict totals = row(rows, kTotal);
@@ -123,23 +98,19 @@ struct Add {
           static_cast<double>(load(of.a[i])), static_cast<double>(load(of.b[i])),
           static_cast<double>(load(of.c[i])), static_cast<double>(load(of.d[i]))};
       double total = kFirst ? values[0] : totals[i];
-      if constexpr (kInPairs) {
-        double residue = kFirst ? 0.0 : residues[i];
-        double lost = kFirst ? 0.0 : losses[i];
-        for (int k = kFirst ? 1 : 0; k < kSources; ++k) {
-          const double error = add_exactly(total, values[k]);
-          if (kFirst && k == 1) {
-            residue = error;
-          } else {
-            lost += std::fabs(add_exactly(residue, error));
-          }
+      double residue = kFirst ? 0.0 : residues[i];
+      double lost = kFirst ? 0.0 : losses[i];
+      for (int k = kFirst ? 1 : 0; k < kSources; ++k) {
+        const double error = add_exactly(total, values[k]);
+        if (kFirst && k == 1) {
+          residue = error;
+        } else {
+          lost += std::fabs(add_exactly(residue, error));
         }
-        residues[i] = residue;
-        losses[i] = lost;
-      } else {
-        for (int k = kFirst ? 1 : 0; k < kSources; ++k) total += values[k];
       }
       totals[i] = total;
+      residues[i] = residue;
+      losses[i] = lost;
     }
   }
 };
@@ -240,38 +211,37 @@ void sum_lost_anew(void* sums, const double* rows, const void* const* sources, i
   }
 }
 
-template <class Src, bool kFirst, class Function>
-void choose_ranges(Function (&ranges)[4]) {
-  ranges[0] = best_of<Range<Src, 1, kFirst>>();
-  ranges[1] = best_of<Range<Src, 2, kFirst>>();
-  ranges[2] = best_of<Range<Src, 3, kFirst>>();
-  ranges[3] = best_of<Range<Src, 4, kFirst>>();
+template <class Src, class Value, bool kFirst, class Function>
+void choose_plain(Function (&adds)[4]) {
+  adds[0] = best_of<AddPlainly<Src, Value, 1, kFirst>>();
+  adds[1] = best_of<AddPlainly<Src, Value, 2, kFirst>>();
+  adds[2] = best_of<AddPlainly<Src, Value, 3, kFirst>>();
+  adds[3] = best_of<AddPlainly<Src, Value, 4, kFirst>>();
 }
 
-template <class Src, bool kFirst, bool kInPairs, class Function>
-void choose_adds(Function (&adds)[4]) {
-  adds[0] = best_of<Add<Src, 1, kFirst, kInPairs>>();
-  adds[1] = best_of<Add<Src, 2, kFirst, kInPairs>>();
-  adds[2] = best_of<Add<Src, 3, kFirst, kInPairs>>();
-  adds[3] = best_of<Add<Src, 4, kFirst, kInPairs>>();
+template <class Src, bool kFirst, class Function>
+void choose_pairs(Function (&adds)[4]) {
+  adds[0] = best_of<AddInPairs<Src, 1, kFirst>>();
+  adds[1] = best_of<AddInPairs<Src, 2, kFirst>>();
+  adds[2] = best_of<AddInPairs<Src, 3, kFirst>>();
+  adds[3] = best_of<AddInPairs<Src, 4, kFirst>>();
 }
 
 }  // namespace
 
 template <class Src, class To>
 void ExactSum::choose() {
-  choose_adds<Src, true, true>(kernels_.add_in_pairs[0]);
-  choose_adds<Src, false, true>(kernels_.add_in_pairs[1]);
+  choose_pairs<Src, true>(kernels_.add_in_pairs[0]);
+  choose_pairs<Src, false>(kernels_.add_in_pairs[1]);
   kernels_.round_pairs = best_of<RoundPairs<To>>();
   kernels_.sum_anew = &sum_lost_anew<Src, To>;
+  if constexpr (sizeof(Src) == 2) {
+    choose_plain<Src, float, true>(kernels_.add_floats[0]);
+    choose_plain<Src, float, false>(kernels_.add_floats[1]);
+  }
   if constexpr (!std::is_same_v<Src, double>) {
-    fraction_bits_ = Format<Src>::kFraction;
-    largest_exponent_ = Format<Src>::kLargestExponent;
-    choose_ranges<Src, true>(kernels_.range[0]);
-    choose_ranges<Src, false>(kernels_.range[1]);
-    kernels_.widest = best_of<Widest<Src>>();
-    choose_adds<Src, true, false>(kernels_.add_plainly[0]);
-    choose_adds<Src, false, false>(kernels_.add_plainly[1]);
+    choose_plain<Src, double, true>(kernels_.add_doubles[0]);
+    choose_plain<Src, double, false>(kernels_.add_doubles[1]);
     kernels_.round_plain = best_of<RoundPlain<To>>();
   }
 }
@@ -279,8 +249,9 @@ void ExactSum::choose() {
 ExactSum::ExactSum(DType dtype, DType recv, const void* const* sources, int num_sources)
     : sources_(sources),
       num_sources_(num_sources),
-      src_bytes_(static_cast<std::int64_t>(itemsize(dtype))) {
-  while (std::int64_t{1} << carries_ < num_sources) ++carries_;
+      src_bytes_(static_cast<std::int64_t>(itemsize(dtype))),
+      is_rounded_once_(num_sources <= 2 && (dtype == DType::f32 || dtype == DType::f64) &&
+                       recv == dtype) {
   with_type(dtype, [&](auto src) {
     using Src = decltype(src);
     if constexpr (std::is_same_v<Src, double>) {
@@ -303,37 +274,32 @@ void ExactSum::each_quad(std::int64_t begin, const Visit& visit) const {
   }
 }
 
-int ExactSum::bits_needed(std::int64_t begin, std::int64_t count) const {
-  constexpr int kTooMany = 1000;
-  if (kernels_.widest == nullptr) return kTooMany;
-  alignas(64) std::uint32_t rows[kRangeRows * kBlockElements];
+bool ExactSum::add_plainly(const Kernels::AddPlainly (&adds)[2][kQuad], void* totals,
+                           std::int64_t begin, std::int64_t count) const {
+  std::uint64_t errors = 0;
   each_quad(begin, [&](int k, int few, const void* const* blocks) {
-    kernels_.range[k == 0 ? 0 : 1][few - 1](rows, blocks, count);
+    std::uint64_t more;
+    adds[k == 0 ? 0 : 1][few - 1](totals, blocks, count, &more);
+    errors |= more;
   });
-  std::uint32_t spread, largest;
-  kernels_.widest(rows, count, &spread, &largest);
-  // More could overflow, and these are not finite.
-  if (static_cast<int>(largest >> fraction_bits_) > largest_exponent_ - carries_) return kTooMany;
-  // Exponents differ by no more than bits do, rounded up.
-  const std::uint32_t below = (1u << fraction_bits_) - 1;
-  return static_cast<int>((spread + below) >> fraction_bits_) + fraction_bits_ + 1 + carries_;
+  return errors == 0;
 }
 
 bool ExactSum::operator()(void* sums, std::int64_t begin, std::int64_t count) const {
-  const int needed = bits_needed(begin, count);
-  if (needed <= kFloatBits) return false;
-  const bool plainly = needed <= kDoubleBits;
+  if (is_rounded_once_) return false;
+  const bool in_floats = kernels_.add_floats[0][0] != nullptr;
+  if (in_floats && add_plainly(kernels_.add_floats, sums, begin, count)) return true;
   alignas(64) double rows[kRows * kBlockElements];
-  const auto& adds = plainly ? kernels_.add_plainly : kernels_.add_in_pairs;
-  each_quad(begin, [&](int k, int few, const void* const* blocks) {
-    adds[k == 0 ? 0 : 1][few - 1](rows, blocks, count);
-  });
-  if (plainly) {
+  const bool in_doubles = kernels_.add_doubles[0][0] != nullptr;
+  if (in_doubles && add_plainly(kernels_.add_doubles, rows, begin, count)) {
     kernels_.round_plain(sums, rows, count);
-  } else {
-    kernels_.round_pairs(sums, rows, count);
-    kernels_.sum_anew(sums, rows, sources_, num_sources_, begin, count);
+    return true;
   }
+  each_quad(begin, [&](int k, int few, const void* const* blocks) {
+    kernels_.add_in_pairs[k == 0 ? 0 : 1][few - 1](rows, blocks, count);
+  });
+  kernels_.round_pairs(sums, rows, count);
+  kernels_.sum_anew(sums, rows, sources_, num_sources_, begin, count);
   return true;
 }
 

@@ -20,21 +20,20 @@ class ExactSum {
 
   // sums[i] = sources[0][begin + i] + ... + sources[num_sources - 1][begin + i]. Infinities and NaN
   // add up as ever. A sum of zero is -0 if all summands are, and else +0. Writes nothing and
-  // returns false if floats hold all sums of these elements: then any way to add them is exact.
+  // returns false if a plain addition does that, too: that of two numbers is rounded once.
   bool operator()(void* sums, std::int64_t begin, std::int64_t count) const;
 
  private:
   static constexpr int kQuad = 4;  // sources that are added at once
   static constexpr int kRows = 3;  // of doubles, a row with one for each element
-  using AddSources = void (*)(double* rows, const void* const* sources, std::int64_t count);
   struct Kernels {
-    // The ranges of elements: of the first sources, and of more. `widest` is null if floats do not
-    // hold the elements.
-    void (*range[2][kQuad])(void* rows, const void* const* sources, std::int64_t count);
-    void (*widest)(const void* rows, std::int64_t count, std::uint32_t* spread,
-                   std::uint32_t* largest);
-    AddSources add_plainly[2][kQuad];  // to nothing, and to what the rows have
-    AddSources add_in_pairs[2][kQuad];
+    using AddPlainly = void (*)(void* totals, const void* const* sources, std::int64_t count,
+                                std::uint64_t* errors);
+    using AddInPairs = void (*)(double* rows, const void* const* sources, std::int64_t count);
+    // To nothing, and to the totals of other sources. Null where the type is too narrow.
+    AddPlainly add_floats[2][kQuad];
+    AddPlainly add_doubles[2][kQuad];
+    AddInPairs add_in_pairs[2][kQuad];
     void (*round_plain)(void* sums, double* rows, std::int64_t count);
     void (*round_pairs)(void* sums, double* rows, std::int64_t count);
     void (*sum_anew)(void* sums, const double* rows, const void* const* sources, int num_sources,
@@ -45,15 +44,14 @@ class ExactSum {
   // Calls visit(first source, how many, their blocks) for up to four sources at a time.
   template <class Visit>
   void each_quad(std::int64_t begin, const Visit& visit) const;
-  // How many bits of a significand hold all partial sums of any element, in any order.
-  int bits_needed(std::int64_t begin, std::int64_t count) const;
+  // Whether no addition had an error, so that the totals are exact.
+  bool add_plainly(const Kernels::AddPlainly (&adds)[2][kQuad], void* totals, std::int64_t begin,
+                   std::int64_t count) const;
 
   const void* const* sources_;
   int num_sources_;
   std::int64_t src_bytes_;
-  int carries_ = 0;  // bits that a sum may have more than its largest summand
-  int fraction_bits_ = 0;
-  int largest_exponent_ = 0;
+  bool is_rounded_once_;
   Kernels kernels_{};
 };
 

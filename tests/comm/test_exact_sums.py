@@ -125,6 +125,7 @@ def test_any_floats_are_summed_exactly(columns: list[list[float]]) -> None:
         assert torch.equal(as_bits(got), as_bits(exact_sums(sources, recv)))
 
 
+@example(columns=[[-0.0] * 5])
 @given(columns=st.lists(st.lists(st.floats(), min_size=5, max_size=5), min_size=1, max_size=20))
 @settings(max_examples=200, deadline=None)
 def test_any_doubles_are_summed_exactly(columns: list[list[float]]) -> None:
