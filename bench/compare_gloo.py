@@ -7,7 +7,7 @@ each round; of the C programs, Open MPI's (bench/openmpi.c) and ours (bench/coll
 are two limits: the time of plain memcpy of the bytes that one rank has to move at least and, for C, a probe in the same
 processes, which gives the same results by the least that ranks with common memory can do (bench/probe.h). Results are
 checked in the same run.
-A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Nor does ours up to 272 bytes, 15
+A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Nor does ours up to 272 bytes, 63
 times in a row; above, it does.
 """
 
