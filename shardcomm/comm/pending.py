@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -98,9 +98,13 @@ os.register_at_fork(after_in_child=_open.clear)  # a child is no rank of its par
 
 
 def opened(group: HasPending) -> None:
-    """Makes `report` tell of `group`, until `group` is closed or nobody refers to it."""
+    """Makes `report` tell of `group`, until `group` is closed or nobody refers to it.
+
+    Not of one whose ranks share memory that is a file: the file tells, see `process.own_groups`.
+    """
     # Ranks that are threads of this process see the same, so that one of them will do. A rank alone waits for nobody.
-    if group.size > 1 and (group.transport != "local" or group.rank == 0):
+    in_files = group.transport in ("shm", "hosts")
+    if group.size > 1 and not in_files and (group.transport != "local" or group.rank == 0):
         _open[id(group)] = group
 
 
@@ -109,16 +113,17 @@ def closed(group: HasPending) -> None:
     _open.pop(id(group), None)
 
 
-def report() -> str:
-    """What the ranks of all groups of this process are in, one line for each rank.
-
-    It takes no lock, so that signal handlers may call it.
-    """
-    lines = []
+def report() -> Iterator[str]:
+    """What the ranks of the groups that are `opened` are in, one line for each rank; it takes no lock."""
     for reference in _open.valuerefs():
         if (group := reference()) is None:
             continue
         own = "threads of this process" if group.transport == "local" else f"this is {group.rank}"
-        lines.append(f"{group.transport} group of {group.size} ranks, {own}:")
-        lines += [f"  rank {p.rank} (pid {p.pid or 'not known yet'}): {p}" for p in group.pending()]
-    return "".join(f"{line}\n" for line in lines)
+        yield from lines(group.transport, group.size, own, group.pending())
+
+
+def lines(transport: str, size: int, own: str, calls: Iterable[Pending]) -> Iterator[str]:
+    """A line that names the group, and one for each of the `calls` of its ranks."""
+    yield f"{transport} group of {size} ranks, {own}:"
+    for call in calls:
+        yield f"  rank {call.rank} (pid {call.pid or 'not known yet'}): {call}"

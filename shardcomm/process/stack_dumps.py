@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 from shardcomm import _C
-from shardcomm.comm import pending
+from shardcomm.process import own_groups
 
 LABEL = "shardcomm-stacks-"
 """The name of that memory in /proc/PID/fd, before the signal's number."""
@@ -81,7 +81,7 @@ def _print_on(number: int) -> None:
 
 
 def _print_pending(number: int, frame: object) -> None:
-    text = pending.report() or "in no group of several ranks\n"
+    text = own_groups.report() or "in no group of several ranks\n"
     os.write(_STDERR, f"shardcomm, process {os.getpid()}:\n{text}".encode())
 
 

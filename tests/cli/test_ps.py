@@ -324,10 +324,11 @@ def look_as_nobody(folder: Path) -> list[str]:
             wait_at(folder / "gate")
         return []
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="shm"):
-        os.seteuid(NOBODY)
-        found = groups.find()
-        answer = stacks.ask([os.getppid()])[os.getppid()]
-        os.seteuid(0)
+        pass  # its memory is gone: what is found would be that of the other rank
+    os.seteuid(NOBODY)
+    found = groups.find()
+    answer = stacks.ask([os.getppid()])[os.getppid()]
+    os.seteuid(0)
     assert found.groups == []
     assert answer.reason == "it is not this user's"
     (folder / "looked").touch()

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardcomm import Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import stacks
@@ -85,6 +87,26 @@ def test_sigusr1_prints_the_stacks_and_what_the_ranks_are_in(
     if wait is wait_in_a_long_call:  # as soon as Python runs again
         assert f"shardcomm, process {pids[0]}:\n" in stderr.read_text()
     assert results == ["well"] * 2
+
+
+def wait_in_the_backend(folder: Path) -> None:
+    rank = say_pid(folder)
+    os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.init_process_group("shardcomm")
+    if rank == 1:
+        wait_at(folder / "gate")
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+
+
+def test_sigusr1_tells_of_the_groups_of_the_backend(tmp_path: Path) -> None:
+    gate, stderr = Gate(tmp_path), tmp_path / "stderr 0"
+    with launched(wait_in_the_backend, 2, (tmp_path,), gate):
+        pids = pids_in(tmp_path, 2)
+        until(lambda: wait_for_rank_1(pids[0]), "rank 0 waits")
+        os.kill(pids[0], signal.SIGUSR1)
+        until(lambda: "in no collective\n" in stderr.read_text(), "what the ranks are in")
+    assert f"rank 0 (pid {pids[0]}): in all_reduce(f32, count 4, sum) #" in stderr.read_text()
 
 
 def run_python(code: str) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardcomm import _C
-from shardcomm.cli.ps import processes
 from shardcomm.comm.pending import Pending, from_core
+from shardcomm.process import processes
 
 State = Literal["running", "waiting", "stopped", "closed", "dead", "not attached"]
 

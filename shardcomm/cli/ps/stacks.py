@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardcomm import _C
-from shardcomm.cli.ps import processes
+from shardcomm.process import processes
 from shardcomm.process.stack_dumps import LABEL
 
 PATIENCE_S = 2.0

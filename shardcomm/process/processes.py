@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,13 +21,13 @@ def memory_files(pid: int) -> Iterator[tuple[str, int]]:
         PermissionError: This user may not look into the process.
     """
     folder = f"/proc/{pid}/fd"
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
         for name in os.listdir(folder):
-            found = re.fullmatch(r"/memfd:(.*) \(deleted\)", os.readlink(f"{folder}/{name}"))
-            if found:
-                yield found[1], int(name)
-    except (FileNotFoundError, ProcessLookupError):
-        return  # the process has closed the file, or has ended
+            # It may have closed that one. Of this process the listing itself was one.
+            with suppress(FileNotFoundError):
+                found = re.fullmatch(r"/memfd:(.*) \(deleted\)", os.readlink(f"{folder}/{name}"))
+                if found:
+                    yield found[1], int(name)
 
 
 def open_of(pid: int, fd: int, flags: int) -> int | None:
