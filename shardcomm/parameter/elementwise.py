@@ -47,17 +47,18 @@ _ELEMENTWISE_FAMILIES = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sg
 
 
 class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that refuses operations which are not elementwise."""
+    """A mode that refuses operations which are not elementwise. `of_values`: as in `Whole.refuse`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False: torch's wrapper that skips dynamo imports all of torch.compile at the first operation."""
         return False
 
-    def __init__(self, whole: Whole, name: str) -> None:
+    def __init__(self, whole: Whole, name: str, *, of_values: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole
         self._name = name
+        self._of_values = of_values
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,5 +69,5 @@ class Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or name in _ELEMENTWISE
             or name.startswith(_ELEMENTWISE_FAMILIES)
         ):
-            self._whole.refuse(self._name)
+            self._whole.refuse(self._name, of_values=self._of_values)
         return func(*args, **(kwargs or {}))

@@ -65,10 +65,10 @@ def check_of_any(func: Any, name: str, args: tuple[Any, ...], whole: Whole) -> N
         whole.refuse(name)
 
 
-def check_of_rows(name: str, args: tuple[Any, ...], whole: Whole) -> None:
-    """Refuses what would be of this rank's rows alone."""
+def check_of_rows(name: str, args: tuple[Any, ...], whole: Whole, *, of_values: bool) -> None:
+    """Refuses what would be of this rank's rows alone. `of_values`: as in `Whole.refuse`."""
     if name in _REFUSED or (name in _INDEXING and not _takes_all(args[1])):
-        whole.refuse(name)
+        whole.refuse(name, of_values=of_values)
 
 
 def _takes_all(index: Any) -> bool:

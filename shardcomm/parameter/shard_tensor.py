@@ -240,7 +240,8 @@ class ShardTensor(torch.Tensor):
             return args[0]
         raise NotImplementedError(
             f"{func} of a ShardTensor, which is for checkpoints only, and whose values other ranks may have; compute "
-            "with the parameters, or with engine.full_state_dict(). Of an optimizer, torch's dcp_to_torch_save makes "
+            "with the parameters, for an average by shardcomm.ExponentialMovingAverage, or with "
+            "engine.full_state_dict(). Of an optimizer, torch's dcp_to_torch_save makes "
             "whole tensors of a checkpoint. (To stage one for async_save, take DCP's DefaultStager.)"
         )
 

@@ -100,8 +100,8 @@ class ShardedRows(torch.Tensor):
     def _refuse_copies(self, how: str) -> NoReturn:
         raise RuntimeError(
             f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. {SAVE_BY}. Copy a "
-            "model before it is sharded, or inside of engine.gathered(); take clone() for the values of a tensor, and "
-            "shardcomm.ExponentialMovingAverage instead of AveragedModel"
+            "model before it is sharded, or inside of engine.gathered(); take to_local() for a tensor of these rows, "
+            "full_tensor() for the whole, and shardcomm.ExponentialMovingAverage instead of AveragedModel"
         )
 
 
@@ -201,9 +201,10 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with plain():
             result = func(*args, **kwargs)
             return result if is_new else _as_guarded(result, first)
-    check_of_rows(name, args, first.whole)
+    of_values = _is_of_values(first)
+    check_of_rows(name, args, first.whole, of_values=of_values)
     _check_shapes(name, first, args, kwargs)
-    with plain(), Elementwise(first.whole, name):
+    with plain(), Elementwise(first.whole, name, of_values=of_values):
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
@@ -225,6 +226,11 @@ def _is_values(tensor: Any) -> bool:
     return is_values and not tensor.whole.rows.is_inference()
 
 
+def _is_of_values(tensor: Any) -> bool:
+    """Whether it has a parameter's values; not a gradient, and not what was computed from rows."""
+    return isinstance(tensor, ShardedParameter) or tensor.is_values or tensor.is_detached
+
+
 def _got(func: Any, of: Any) -> Any:
     attribute = func.__self__.__name__
     if is_getter_of_size(attribute):
@@ -239,7 +245,7 @@ def _got(func: Any, of: Any) -> Any:
         return of.whole.given(rows) if rows.is_values else rows
     if attribute.startswith("_") or _has_whole(of):
         return value
-    return of.whole.refuse(attribute)
+    return of.whole.refuse(attribute, of_values=_is_of_values(of))
 
 
 def _set(func: Any, of: Any, value: Any) -> None:
@@ -297,11 +303,14 @@ def _allclose(*args: Any, **kwargs: Any) -> bool:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """What `torch.equal` says of the whole tensors; collective, unless they are one, or of different shapes."""
+    """What `torch.equal` says of the whole tensors; collective, unless they are one, or of different shapes.
+
+    In an optimizer's step, the rank that owns a parameter asks alone.
+    """
     if first is second:
         return True
     wholes = [getattr(tensor, "whole", None) for tensor in (first, second)]
-    if all(whole is not None and whole.owned is Owned.NOT for whole in wholes):
+    if all(whole is not None and _asks_together(whole) for whole in wholes):
         if first.whole.part.shape != second.whole.part.shape:
             return False
         return torch.equal(first.full_tensor(), second.full_tensor())
@@ -310,6 +319,19 @@ def _equal(first: Any, second: Any) -> bool:
             whole.refuse("equal")
     with plain():
         return torch.equal(first, second)
+
+
+def _formatted(self: Any, spec: str) -> str:
+    """`f"{self:.2f}"`, of a tensor without dims. Torch's own function does that for no subclass."""
+    if spec == "":
+        return repr(self)
+    if not _has_whole(self):
+        self.whole.refuse("__format__", of_values=_is_of_values(self))
+    return format(self.to_local(), spec)
+
+
+def _asks_together(whole: Whole) -> bool:
+    return whole.owned is Owned.NOT or (whole.owned is Owned.WHOLE and not whole.in_step)
 
 
 _INSTEAD: dict[Any, Any] = {
@@ -321,6 +343,7 @@ _INSTEAD: dict[Any, Any] = {
     **{method: partial(size, method) for method in METHODS},
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
+    torch.Tensor.__format__: _formatted,
     torch.allclose: _allclose,
     torch.Tensor.allclose: _allclose,
     # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.
@@ -361,6 +384,7 @@ def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
                     name,
                     f"with a tensor of shape {shape}",
                     given_whole=shape == rows.whole.part.shape,
+                    of_values=_is_of_values(rows),
                 )
 
 

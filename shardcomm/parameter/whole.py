@@ -148,16 +148,23 @@ class Whole:
             "load_state_dict"
         )
 
-    def refuse(self, name: str, given: str = "", *, given_whole: bool = False) -> NoReturn:
+    def refuse(
+        self, name: str, given: str = "", *, given_whole: bool = False, of_values: bool = True
+    ) -> NoReturn:
         """Raises the RuntimeError which says that the function `name` would be computed from rows alone.
 
         Args:
             name: The function or attribute.
             given: What it was given, for the message, such as "with a tensor of shape (3,)".
             given_whole: Whether that has the whole parameter's shape, as a parameter of a copy of the model.
+            of_values: Whether it is a function of the parameter's values, and not of a gradient or the like.
         """
         if self.in_step:
             instead = _OF_MATRICES
+        elif given_whole and of_values and name == "copy_":
+            instead = (
+                "give the model values by load_state_dict, or inside of engine.gathered(write=True)"
+            )
         elif given_whole:
             instead = (
                 "for an average use shardcomm.ExponentialMovingAverage, or update the AveragedModel, or the copy from "
@@ -175,6 +182,11 @@ class Whole:
             instead = (
                 "take to_local() for the rows' memory, and full_tensor() for the whole; torch.export asks for memory, "
                 "and is right inside of engine.gathered(), under torch.no_grad()"
+            )
+        elif not of_values:
+            instead = (
+                "take full_tensor() of this gradient, or of what was computed from rows, for the whole, or to_local() "
+                "for the rows"
             )
         else:
             instead = (

@@ -273,6 +273,54 @@ def test_a_state_dicts_entries_say_that_they_are_no_dtensors(name: str) -> None:
     with_sharded(body)
 
 
+def test_sentences_say_what_to_call_of_what_was_given() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight, whole = model.embed.weight, twin.embed.weight.detach()
+        grad = weight.grad
+        assert grad is not None
+        for call in (lambda: grad.mean(0), lambda: grad[0], lambda: (grad * 2).sum(1), grad.tolist):
+            with pytest.raises(RuntimeError, match=r"take full_tensor\(\) of this gradient"):
+                call()
+        with pytest.raises(RuntimeError, match=r"compute in that forward"):
+            weight.detach().mean(0)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"values by load_state_dict"):
+            weight.copy_(whole)
+        with pytest.raises(RuntimeError, match=r"pickled.* take to_local\(\) .* full_tensor\(\)"):
+            torch.save(grad, io.BytesIO())
+
+    with_sharded(body)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_number_is_not_formatted_from_rows() -> None:
+    def body(comm: Communicator) -> None:
+        model = Scaled()
+        fully_shard(model, comm)
+        with pytest.raises(RuntimeError, match=r"__format__ of 'scale'.* full_tensor\(\)"):
+            f"{model.scale.detach():.2f}"
+        assert f"{model.scale}".startswith("ShardedParameter(rows of 'scale'")
+        assert f"{model.scale.full_tensor():.2f}" == "2.50"  # type: ignore[operator]
+
+    run_threads(body, RANKS)
+
+
+def test_a_number_that_a_rank_has_is_formatted() -> None:
+    def body(comm: Communicator) -> None:
+        model = Scaled()
+        fully_shard(model, comm, strategy="no_shard")
+        assert f"{model.scale.detach():.2f}" == "2.50"
+
+    run_threads(body, RANKS)
+
+
 def test_a_group_of_modules_is_no_model() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(TypeError, match=r"model is a list; .* the whole model, .* units="):
