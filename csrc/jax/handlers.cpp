@@ -87,11 +87,24 @@ std::optional<shc_dtype> dtype_of(ffi::DataType type) {
   }
 }
 
+// The tag of a call that moves bytes for elements of `type`: ranks that call it with other elements
+// of the same size have another tag. Its name, which errors say, has JAX's name of the dtype.
+std::int64_t tag_of(const Group& group, bool is_broadcast, ffi::DataType type,
+                    std::string_view dtype_name) {
+  constexpr std::int64_t kFirst = std::int64_t{1} << 32;  // that can have a name
+  constexpr std::int64_t kTypes = 256;
+  const std::int64_t tag = kFirst + is_broadcast * kTypes + static_cast<std::int64_t>(type);
+  const std::string name = (is_broadcast ? "a broadcast of " : "") + std::string(dtype_name);
+  shc_comm_name_tag(group.comm.get(), tag, name.c_str());
+  return tag;
+}
+
 ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
 // `argument` is the shc_op of a reduce, and the root of a broadcast.
 ffi::Error collective(shc_stream* stream, const Group& group, std::string_view operation,
-                      std::int32_t argument, ffi::AnyBuffer send, ffi::AnyBuffer recv) {
+                      std::int32_t argument, std::string_view dtype_name, ffi::AnyBuffer send,
+                      ffi::AnyBuffer recv) {
   const auto dtype = dtype_of(send.element_type());
   const auto sent = static_cast<std::int64_t>(send.element_count());
   const auto received = static_cast<std::int64_t>(recv.element_count());
@@ -100,17 +113,25 @@ ffi::Error collective(shc_stream* stream, const Group& group, std::string_view o
   const auto moved = dtype.value_or(SHC_U8);
   const auto count = dtype ? sent : static_cast<std::int64_t>(send.size_bytes());
   const auto op = static_cast<shc_op>(argument);
+  shc_gather_options options = SHC_GATHER_OPTIONS_INIT;
+  if (!dtype) {
+    options.tag = tag_of(group, operation == "broadcast", send.element_type(), dtype_name);
+  }
   shc_status status = SHC_OK;
   if (operation == "all_gather" && received == sent * group.size) {
     status = shc_all_gather(group.comm.get(), send.untyped_data(), moved, recv.untyped_data(),
-                            moved, count, nullptr, stream);
+                            moved, count, &options, stream);
   } else if (operation == "reduce_scatter" && sent == received * group.size && dtype) {
     status = shc_reduce_scatter(group.comm.get(), send.untyped_data(), *dtype, recv.untyped_data(),
                                 *dtype, received, op, nullptr, stream);
   } else if (operation == "all_reduce" && in_place && dtype) {
     status = shc_all_reduce(group.comm.get(), recv.untyped_data(), *dtype, received, op, 0, stream);
   } else if (operation == "broadcast" && in_place) {
-    status = shc_broadcast(group.comm.get(), recv.untyped_data(), moved, count, argument, stream);
+    // A broadcast has no tag, so the ranks compare it before. NCCL, on a stream, compares none.
+    if (!dtype && stream == nullptr) status = shc_barrier(group.comm.get(), options.tag, nullptr);
+    if (status == SHC_OK) {
+      status = shc_broadcast(group.comm.get(), recv.untyped_data(), moved, count, argument, stream);
+    }
   } else {
     return invalid(std::string(operation) + ": this program was compiled for another group");
   }
@@ -134,17 +155,18 @@ ffi::Error missing(std::int64_t number, std::string_view operation) {
 }
 
 ffi::Error on_cpu(std::int64_t number, std::string_view operation, std::int32_t argument,
-                  ffi::Token, ffi::AnyBuffer send, ffi::Result<ffi::Token>,
+                  std::string_view dtype, ffi::Token, ffi::AnyBuffer send, ffi::Result<ffi::Token>,
                   ffi::Result<ffi::AnyBuffer> recv) {
   const auto group = groups().find(number);
   if (group == nullptr) return missing(number, operation);
-  return collective(nullptr, *group, operation, argument, send, *recv);
+  return collective(nullptr, *group, operation, argument, dtype, send, *recv);
 }
 
 // Queues the collective on the stream on which XLA computes, and returns.
 ffi::Error on_cuda(void* cuda_stream, std::int32_t device, std::int64_t number,
-                   std::string_view operation, std::int32_t argument, ffi::Token,
-                   ffi::AnyBuffer send, ffi::Result<ffi::Token>, ffi::Result<ffi::AnyBuffer> recv) {
+                   std::string_view operation, std::int32_t argument, std::string_view dtype,
+                   ffi::Token, ffi::AnyBuffer send, ffi::Result<ffi::Token>,
+                   ffi::Result<ffi::AnyBuffer> recv) {
   const auto group = groups().find(number);
   if (group == nullptr) return missing(number, operation);
   if (device != group->device) {
@@ -157,7 +179,7 @@ ffi::Error on_cuda(void* cuda_stream, std::int32_t device, std::int64_t number,
     return ffi::Error::Internal(shc_last_error_text());
   }
   const std::unique_ptr<shc_stream, void (*)(shc_stream*)> stream(borrowed, shc_stream_destroy);
-  return collective(stream.get(), *group, operation, argument, send, *recv);
+  return collective(stream.get(), *group, operation, argument, dtype, send, *recv);
 }
 
 }  // namespace
@@ -183,6 +205,7 @@ extern "C" void shardcomm_jax_close(std::int64_t number) {
   Attr<std::int64_t>("comm")               \
       .Attr<std::string_view>("operation") \
       .Attr<std::int32_t>("argument")      \
+      .Attr<std::string_view>("dtype")     \
       .Arg<ffi::Token>()                   \
       .Arg<ffi::AnyBuffer>()               \
       .Ret<ffi::Token>()                   \

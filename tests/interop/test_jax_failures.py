@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import shardcomm
 from shardcomm import CommError, launch
 from shardcomm.cli.ps import groups
-from shardcomm.jax import XlaCommunicator, all_gather, all_reduce
+from shardcomm.jax import XlaCommunicator, all_gather, all_reduce, broadcast
 from support.gates import until
 
 
@@ -78,6 +78,41 @@ def disagree_in_a_group(
         assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
         disagree(comm)
         total(jnp.ones(3), comm).block_until_ready()
+
+
+def with_dtypes_of_one_size() -> None:
+    """Dtypes with which the core does not compute, so that it moves their bytes."""
+    pairs = [
+        ("float8_e4m3fn", "float8_e5m2"),
+        ("bool", "int8"),
+        ("complex64", "complex64"),
+        ("complex64", "uint8"),
+        ("uint16", "int16"),
+        ("uint32", "float32"),
+    ]
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        for call in (all_gather, broadcast):
+            for pair in pairs:
+                own = jnp.dtype(pair[ranks.rank])
+                x = jnp.ones(48 // own.itemsize, own)
+                if len({*pair}) == 1:
+                    with XlaCommunicator(ranks, deadline_s=20) as comm:
+                        assert (jax.jit(call, static_argnums=1)(x, comm)[: x.size] == x).all()
+                    continue
+                with (
+                    pytest.raises(CommError) as failed,
+                    XlaCommunicator(ranks, deadline_s=20) as comm,
+                ):
+                    jax.jit(call, static_argnums=1)(x, comm).block_until_ready()
+                assert failed.value.kind == "mismatch"
+                for rank, dtype in enumerate(pair):
+                    short = {"uint8": "u8", "float32": "f32"}.get(dtype, f" of {dtype}")
+                    of_rank = str(failed.value).split("; ")[rank]
+                    assert short in of_rank, (pair, call.__name__, failed.value)
+
+
+def test_ranks_with_dtypes_of_one_size_are_told_both() -> None:
+    launch(with_dtypes_of_one_size, 2, timeout_s=60)
 
 
 def survives(fate: str) -> None:

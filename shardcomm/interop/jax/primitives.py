@@ -69,6 +69,7 @@ def _lower(
         comm=np.int64(comm.number),
         operation=name,
         argument=np.int32(OPS[op] if root is None else root),
+        dtype=ctx.avals_in[0].dtype.name,
     )
     set_token(ctx, token)
     return [result]
