@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -84,10 +84,15 @@ def _without_memory(tensor: torch.Tensor) -> str:
     return "its storage was freed, as untyped_storage().resize_(0) does"
 
 
-def check_seconds(operation: str, name: str, seconds: object) -> None:
-    """ValueError unless `seconds` is a number above 0, at most 1e9."""
+def is_seconds(seconds: object) -> TypeGuard[float]:
+    """Whether `seconds` is a number above 0, at most 1e9."""
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not (is_number and 0 < seconds <= _MOST_SECONDS):  # type: ignore[operator]
+    return is_number and 0 < seconds <= _MOST_SECONDS  # type: ignore[operator]
+
+
+def check_seconds(operation: str, name: str, seconds: object) -> None:
+    """ValueError unless `is_seconds(seconds)`."""
+    if not is_seconds(seconds):
         raise ValueError(
             f"{operation}: {name} is {seconds!r}; it must be a number above 0, at most 1e9"
         )

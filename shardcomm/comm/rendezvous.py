@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d
 
 from shardcomm import _C
-from shardcomm.arguments.checks import check_seconds, check_type
+from shardcomm.arguments.checks import check_seconds, check_type, is_seconds
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm import nccl
 from shardcomm.comm.communicator import Communicator
@@ -42,20 +42,21 @@ def from_env(
     sums: Sums,
 ) -> Communicator:
     """See `Communicator.from_env`."""
-    check_seconds("from_env", "deadline_s", deadline_s)
     own = launched()
     if not own.launcher:
         refuse_batch_script()
     if own.size == 1 and not own.by_torchrun:
+        check_seconds("from_env", "deadline_s", deadline_s)
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
         take(where)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where, sums=sums)[0]
-    timeout = timedelta(seconds=deadline_s)
-    store, rank, size = env_store(timeout)
+    patience_s = _patience_s(deadline_s)
+    store, rank, size = env_store(timedelta(seconds=patience_s))
     name = f"shardcomm/{next(_groups)}"
-    exchange = Exchange(store, name, rank, size, deadline_s)
+    exchange = Exchange(store, name, rank, size, patience_s)
 
     with exchange.telling():
+        check_seconds("from_env", "deadline_s", deadline_s)
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
         take(where)
         over = _Store("from_env", store, name, where)
@@ -79,12 +80,13 @@ def from_mpi(
 ) -> Communicator:
     """See `shardcomm.connect`."""
     check_mpi("connect", mpi)
-    check_seconds("connect", "deadline_s", deadline_s)
-    store, hosts = mpi_store(mpi, host_identity(), deadline_s)
+    patience_s = _patience_s(deadline_s)
+    store, hosts = mpi_store(mpi, host_identity(), patience_s)
     rank, size = mpi.Get_rank(), mpi.Get_size()
-    exchange = Exchange(store, "shardcomm", rank, size, deadline_s)
+    exchange = Exchange(store, "shardcomm", rank, size, patience_s)
 
     with exchange.telling():
+        check_seconds("connect", "deadline_s", deadline_s)
         here = hosts[rank]
         own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
         where = checked_device("connect", own, transport, device, cta_policy, sums)
@@ -98,6 +100,11 @@ def from_mpi(
             cta_policy,
             sums,
         )
+
+
+def _patience_s(deadline_s: float) -> float:
+    """How long this rank waits for the others, also to tell them that its deadline is refused."""
+    return deadline_s if is_seconds(deadline_s) else DEADLINE_S
 
 
 class _Store(NamedTuple):
@@ -164,14 +171,12 @@ def from_process_group(
     accepted = "a torch.distributed.ProcessGroup of this rank"
     check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     kinds = backend_names("from_process_group", group)
-    if deadline_s is None:
-        patience_s = timeout_s(group, torch.device(next(iter(kinds))))
-    else:
-        check_seconds("from_process_group", "deadline_s", deadline_s)
-        patience_s = deadline_s
-    exchange = GroupExchange(group, patience_s)
+    own_s = timeout_s(group, torch.device(next(iter(kinds))))
+    exchange = GroupExchange(group, deadline_s if is_seconds(deadline_s) else own_s)
     # The other arguments are checked when all ranks have met, so that all hear of what one rank is refused.
     with exchange.telling():
+        if deadline_s is not None:
+            check_seconds("from_process_group", "deadline_s", deadline_s)
         check_transport(transport)
         nccl.check_cta_policy(cta_policy)
         where = _checked_device(group, kinds, transport, device, sums)

@@ -139,6 +139,8 @@ def test_why_one_rank_gives_up_reaches_the_others_at_once_and_they_can_meet_agai
 own = rank == {victim}
 attempt("device", device="tpu" if own else "cpu")
 meet()
+attempt("deadline_s", deadline_s=-1 if own else 60)
+meet()
 member = rendezvous._C.ShmMember
 if own:
     rendezvous._C.ShmMember = refuse
@@ -148,16 +150,20 @@ meet()
 """
     lines = by_mpirun(tmp_path, 3, ATTEMPTS + program)
     heard = f"CommError: rank {victim} of 3 gave up its set-up: "
-    said = {"device": "ValueError: connect: device is tpu", "endpoint": "LookupError: odd"}
+    said = {
+        "deadline_s": "ValueError: connect: deadline_s is -1",
+        "device": "ValueError: connect: device is tpu",
+        "endpoint": "LookupError: odd",
+    }
     expected = [
         f"{name}, rank {rank} at once: {'' if rank == victim else heard}{why}"
         for name, why in said.items()
         for rank in range(3)
     ]
-    assert len(lines) == 12
+    assert len(lines) == 18
     for line, begin in zip(lines, expected, strict=False):
         assert line.startswith(begin), lines
-    assert lines[6:] == [f"met, rank {rank} of 3" for rank in (0, 0, 1, 1, 2, 2)]
+    assert lines[9:] == [f"met, rank {rank} of 3" for rank in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
 
 
 @pytest.mark.slow

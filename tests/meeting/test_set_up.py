@@ -149,9 +149,10 @@ def test_ranks_that_never_come_are_listed(tmp_path: Path, absent: list[int], nam
         )
 
 
-# Where a rank gives up; as in POINTS, or "": at an argument of its own.
+# Where a rank gives up: as in POINTS, or at an argument of its own.
 GIVING_UP = [
-    "",
+    "device",
+    "deadline_s",
     "after the first exchange",
     "after the second exchange",
     "before it maps the memory",
@@ -173,7 +174,6 @@ def give_up_at(
         (folder / str(rank)).write_text(json.dumps([str(caught.value), time.monotonic()]))
         store.set(f"{rank} has heard", "")
         return
-    device = "cpu" if owner else "tpu"
     begun = itertools.count(1)
 
     def giving_up(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,11 @@ def give_up_at(
         function = getattr(owner, name)
         setattr(owner, name, giving_up)
     with pytest.raises((LookupError, ValueError)):
-        meet(transport, 120.0, device)
+        meet(
+            transport,
+            -1.0 if point == "deadline_s" else 120.0,
+            "tpu" if point == "device" else "cpu",
+        )
     (folder / "gave up").write_text(str(time.monotonic()))
     others = [f"{peer} has heard" for peer in range(size) if peer != victim]
     store.wait(others, timedelta(seconds=20))
@@ -202,7 +206,13 @@ def test_why_a_rank_gives_up_reaches_all_others_at_once(
 ) -> None:
     launch(give_up_at, RANKS, (tmp_path, victim, point, meet), timeout_s=60)
     gave_up = float((tmp_path / "gave up").read_text())
-    said = "LookupError: odd" if point else r"ValueError: \w+: device is tpu; accepted: 'cpu', "
+    refused = {
+        "device": "tpu; accepted: 'cpu', ",
+        "deadline_s": "-1.0; it must be a number above 0",
+    }
+    said = (
+        rf"ValueError: \w+: {point} is {refused[point]}" if point in refused else "LookupError: odd"
+    )
     for rank in set(range(RANKS)) - {victim}:
         message, noticed = json.loads((tmp_path / str(rank)).read_text())
         assert re.search(f"rank {victim} of {RANKS} gave up its set-up: {said}", message), message
