@@ -61,7 +61,8 @@ class Distribution:
         """The distribution of the parameter `name`; None if it is a plain one.
 
         Raises:
-            ValueError: The parameter is placed in another way than by Shard and Replicate.
+            ValueError: The parameter is placed in another way than by Shard and Replicate, or cut over ranks that are
+                in another order than their group has them.
         """
         if not is_dtensor(param):
             return None
@@ -81,6 +82,15 @@ class Distribution:
         shape = tuple(tensor.shape)
         _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
         cut = [_ranks(mesh, dim) for dim, each in enumerate(placements) if type(each) is Shard]
+        for dim, each in enumerate(placements):
+            given = _given_ranks(mesh, dim)
+            # Collectives cut and join in the group's order, and `offsets` and masks of embeddings are of the mesh's.
+            if type(each) is Shard and given != _ranks(mesh, dim):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor cut over a DeviceMesh of the ranks {list(given)}, in this order; "
+                    f"the group that torch makes of them is {list(_ranks(mesh, dim))}, and DTensor takes parts by "
+                    "either: give parallelize_module a DeviceMesh whose ranks are in ascending order"
+                )
         return Distribution(shape, tuple(offsets), mesh, placements, frozenset(cut))
 
     @property
@@ -187,6 +197,15 @@ def with_same(how: Distribution | None, groups: Mapping[Ranks, Communicator]) ->
     """The groups whose ranks have the same part of a parameter with this distribution."""
     cut_over = frozenset() if how is None else how.cut_over
     return [comm for ranks, comm in groups.items() if ranks not in cut_over]
+
+
+def _given_ranks(mesh: DeviceMesh, dim: int) -> Ranks:
+    """The ranks of this rank's group along `dim`, in the order of the mesh."""
+    place = mesh.get_coordinate()
+    if place is None:  # this rank is in no group of it
+        return ()
+    along = tuple(slice(None) if at == dim else index for at, index in enumerate(place))
+    return tuple(mesh.mesh[along].tolist())
 
 
 def _ranks(mesh: DeviceMesh, dim: int) -> Ranks:

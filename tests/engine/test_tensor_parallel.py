@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -234,6 +234,36 @@ def refuse() -> None:
 
 def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     launch(refuse, 4, timeout_s=DEADLINE_S)
+
+
+def refuse_orders() -> None:
+    with process_group():
+        for table in ([[1, 0], [3, 2]], [[0, 1], [3, 2]]):
+            mesh = DeviceMesh("cpu", table, mesh_dim_names=("dp", "tp"))
+            net, _ = twins(mlp_net)
+            columns_and_rows(net, mesh["tp"])
+            with pytest.raises(
+                (ValueError, CommError),  # of other ranks
+                match=r"'layers\.0\.up\.weight.* cut over a DeviceMesh of the ranks \[(1, 0|3, 2)\], in this order",
+            ):
+                fully_shard(net, mesh["dp"])
+        # Of what is replicated, and among the ranks that shard, the order does not matter.
+        mesh = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("dp", "tp"))
+        net, engine = sharded(mesh)
+        train(net, optimizer_of(net), mesh["dp"].get_local_rank(), 2)
+        assert_equals(engine, trained()[0])
+        engine.close()
+        mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
+        net = nn.Linear(4, 4)
+        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh["tp"], [Replicate()]))
+        engine = fully_shard(net, mesh["dp"])
+        assert torch.equal(net.weight.full_tensor(), engine.full_state_dict()["weight"])
+        engine.close()
+
+
+def test_parts_in_another_order_than_their_groups_are_refused() -> None:
+    """DTensor itself takes some of these by their place in the mesh, and others by that in the group."""
+    launch(refuse_orders, 4, timeout_s=DEADLINE_S)
 
 
 def start_apart() -> None:
