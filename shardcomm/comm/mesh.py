@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from shardcomm._C import CommError
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.rendezvous import from_mesh_group
 from shardcomm.comm.words import ReduceOp
 from shardcomm.stream.streams import Streams, compute_stream
 
@@ -107,10 +108,7 @@ class Mesh:
                 "fully_shard: comm has sums='exact', and the model has DTensors, whose gradients are rounded over the "
                 "groups of their meshes, too; make comm with sums='fast'"
             )
-        made = {
-            ranks: Communicator.from_process_group(group, device=self.device)
-            for ranks, group in groups.items()
-        }
+        made = {ranks: from_mesh_group(group, self.device) for ranks, group in groups.items()}
         return replace(self, inner=made)
 
     @property

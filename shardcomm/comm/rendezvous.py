@@ -212,16 +212,31 @@ def _checked_device(
     return where
 
 
+def from_mesh_group(group: dist.ProcessGroup, device: torch.device | str) -> Communicator:
+    """The communicator of a dim of a DeviceMesh, whose group this is; collective."""
+    deadline_s = _mesh_deadline_s(group, torch.device(device))
+    return from_process_group(group, deadline_s, "auto", device, "default", "fast")
+
+
+def _mesh_deadline_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long ranks of a DeviceMesh wait: as long as its group does, but no longer than the default group.
+
+    Torch gives such groups its own 30 minutes, whatever `init_process_group(timeout=...)` says.
+    """
+    own_s, world = timeout_s(group, device), dist.group.WORLD
+    return own_s if world is None else min(own_s, timeout_s(world, device, otherwise=own_s))
+
+
 def from_ranks_of(
     group: dist.ProcessGroup, members: Sequence[int], device: torch.device | str
 ) -> Communicator:
-    """The communicator of some ranks of `group`, of which this rank is one; collective.
+    """The communicator of some ranks of `group`, of a dim of a DeviceMesh, of which this rank is one; collective.
 
     All ranks of the group call it, each with the members that it belongs to. These meet in the group's store, so that
     torch makes no group of them.
     """
     found = _bound(group, device)
-    exchange = GroupExchange(group, timeout_s(group, torch.device(found)), members)
+    exchange = GroupExchange(group, _mesh_deadline_s(group, torch.device(found)), members)
     with exchange.telling():
         where = core_device("fully_shard", found)
         groups = _groups_of(group, members, exchange, where)
@@ -345,12 +360,14 @@ def _any_device(device: torch.device | str, kinds: dict[str, str]) -> torch.devi
     return where
 
 
-def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a collective of `group` waits for a rank, in seconds."""
+def timeout_s(
+    group: dist.ProcessGroup, device: torch.device, otherwise: float = DEADLINE_S
+) -> float:
+    """How long a collective of `group` waits for a rank, in seconds; `otherwise` if its backend does not say."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # not every backend has one
-        return DEADLINE_S
+        return otherwise
     return timeout.total_seconds()
 
 

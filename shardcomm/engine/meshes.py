@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcomm.comm.agreement import Item, difference
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import Mesh
-from shardcomm.comm.rendezvous import from_ranks_of
+from shardcomm.comm.rendezvous import from_mesh_group, from_ranks_of
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.unit.policy import Policy
 
@@ -229,4 +229,4 @@ def _run_of(mesh: DeviceMesh, size: int) -> Communicator:
 
 
 def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:
-    return Communicator.from_process_group(mesh.get_group(dim), device=mesh.device_type)
+    return from_mesh_group(mesh.get_group(dim), mesh.device_type)
