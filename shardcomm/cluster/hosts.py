@@ -60,6 +60,7 @@ class Host:
             stderr=stderr,
             start_new_session=True,  # Ctrl-C is for the maker, who ends the host
         )
+        self.namespaces.add(process)
         return self._processes.enter_context(process)
 
     def link_bytes(self) -> LinkBytes:

@@ -13,10 +13,11 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 REFUSED = "this process cannot make hosts on this machine"
@@ -25,6 +26,7 @@ _PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "mount": "mount",
     "hostname": "hostname",
 }  # fmt: skip
+_LOOK_S = 0.05  # between looks whether the processes inside have ended
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # and their bits
 
 # Gives the namespaces a /dev/shm, a name, and an /etc/hosts whose file has no name any more.
@@ -50,6 +52,11 @@ class Namespaces:
     """A network, processes, mounts, a host name and IPC of their own; see `new_namespaces`."""
 
     _holder: subprocess.Popen[bytes]
+    _waiting: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def add(self, waiting: subprocess.Popen[bytes]) -> None:
+        """Takes note of a process outside that waits for one inside, as a command that begins `within` does."""
+        self._waiting.append(waiting)
 
     @property
     def pid(self) -> int:
@@ -91,7 +98,11 @@ class Namespaces:
         """Ends all processes inside. Returns when they have ended."""
         assert self._holder.stdin
         self._holder.stdin.close()
-        self._holder.wait()  # unshare ends after the first process inside, and that one after all others
+        # unshare ends after the first process inside, and that one once all others have been waited for. nsenter waits
+        # for those that it has started, and stops itself where one of them is stopped.
+        while not _ends(self._holder, _LOOK_S):
+            for each in self._waiting:
+                each.send_signal(signal.SIGCONT)
 
 
 @contextmanager
@@ -122,13 +133,21 @@ def new_namespaces(
         assert holder.stdin
         assert holder.stdout
         assert holder.stderr
+        made = Namespaces(holder)
         try:
             if not holder.stdout.read(1):
                 reason = _last_line(holder.stderr.read().decode(errors="replace"))
                 raise NoHostsError(f"{REFUSED}: {reason}; {_what_is_needed()}")
-            yield Namespaces(holder)
+            yield made
         finally:
-            Namespaces(holder).end()
+            made.end()
+
+
+def _ends(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    """Whether the process has ended; waits up to `within_s` seconds for that."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    return process.returncode is not None
 
 
 @functools.cache

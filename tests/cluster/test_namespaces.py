@@ -29,6 +29,19 @@ with hosts(2, Link(10**9)) as two:
     signal.pause()
 """
 
+STOPPED = """
+from pathlib import Path
+from shardcomm.cluster.hosts import hosts
+from shardcomm.cluster.links import Link
+with hosts(2, Link(10**9)) as two:
+    waiting = [host.start("sh", "-c", "kill -STOP $$") for host in two]
+    for each in waiting:
+        while Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+    two[0].kill()
+print([each.wait() for each in waiting])
+"""
+
 OF_A_USER = """
 import os
 from shardcomm.cluster.hosts import hosts
@@ -115,6 +128,12 @@ def test_nothing_is_left_when_the_maker_is_killed(number: signal.Signals) -> Non
         maker.wait(DEADLINE_S)
     until(lambda: made.isdisjoint(in_use()), "no process is in the hosts' namespaces")
     assert (interfaces(), mounts()) == before
+
+
+def test_a_stopped_process_ends_with_its_host() -> None:
+    command = [sys.executable, "-c", STOPPED]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.stdout == f"{[-signal.SIGKILL] * 2}\n", ended.stderr
 
 
 def test_a_link_carries_what_was_asked_for_and_counts_it() -> None:
