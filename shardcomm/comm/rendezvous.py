@@ -175,9 +175,9 @@ def from_process_group(
     exchange = GroupExchange(group, deadline_s if is_seconds(deadline_s) else own_s)
     # The other arguments are checked when all ranks have met, so that all hear of what one rank is refused.
     with exchange.telling():
+        check_transport(transport)
         if deadline_s is not None:
             check_seconds("from_process_group", "deadline_s", deadline_s)
-        check_transport(transport)
         nccl.check_cta_policy(cta_policy)
         where = _checked_device(group, kinds, transport, device, sums)
         if deadline_s is None:
