@@ -124,3 +124,39 @@ def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path
             torch.testing.assert_close(
                 weights, wanted[what.partition(" ")[0]], msg=lambda m, w=what: f"{w}: {m}"
             )
+
+
+def resume_by_its_own_dict(directory: str) -> list[tuple[int, bool]]:
+    """After a load of `optimizer.state_dict()`, before and after a first step: how many states, and whether they are
+    those that were saved."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    loaded = []
+    with Communicator.from_env(deadline_s=60) as comm:
+        model, _ = twins(Net)
+        fully_shard(model, comm)
+        saved = OPTIMIZERS["AdamW"](model)
+        train(model, saved, range(STEPS))
+        dcp.save({"optim": saved.state_dict()}, checkpoint_id=directory)
+        for steps in (0, 1):
+            model, _ = twins(Net)
+            fully_shard(model, comm)
+            optimizer = OPTIMIZERS["AdamW"](model)
+            train(model, optimizer, range(steps))
+            state = {"optim": optimizer.state_dict()}
+            dcp.load(state, checkpoint_id=directory)
+            optimizer.load_state_dict(state["optim"])
+            pairs = zip(saved.state.values(), optimizer.state.values(), strict=False)
+            equal = all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in pairs)
+            loaded.append((len(optimizer.state), equal))
+    dist.destroy_process_group()
+    return loaded
+
+
+@pytest.mark.covers("optimizer state", "checkpoints")
+def test_an_optimizers_own_dict_is_loaded_after_its_first_step_and_loads_nothing_before_it(
+    tmp_path: Path,
+) -> None:
+    states = len(list(Net().parameters()))
+    for loaded in launch(resume_by_its_own_dict, 2, (str(tmp_path),), timeout_s=60):
+        assert loaded == [(0, True), (states, True)]
