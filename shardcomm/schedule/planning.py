@@ -90,7 +90,8 @@ class _Step:
     def once_from(self, position: int, until: int) -> int:
         """The first position in [position, until] whose trigger fires once a step; `position` if there is none.
 
-        Actions that are right at one occurrence of a trigger and wrong at another move there.
+        Actions belong to a trigger, and run whenever it fires: those of a unit that is called twice run twice. What is
+        right after its last call and wrong after its first therefore moves on, to a trigger that fires once.
         """
         for p in range(position, until + 1):
             if len(self.positions[self.triggers[p]]) == 1:
@@ -251,9 +252,11 @@ def _rotate_slots(
     strategies: Sequence[Strategy],
     pools: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The slot of each unit. Units of one pool that are equally deep inside others rotate over the pool's slots.
+    """The slot of each unit.
 
-    Such units are never in use at once.
+    Units of one pool that are equally deep inside others are never in use at once, and rotate over the pool's slots. A
+    unit has a slot of its own if it keeps its parameters from forward to backward, while others are in use, or if no
+    call of it is known.
     """
     depths = _depths(calls)
     by_use = dict.fromkeys([*(call.unit for call in calls), *range(num_units)])
