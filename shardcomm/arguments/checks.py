@@ -11,7 +11,7 @@ import torch
 LEAST_ADDRESS = 1 << 32
 """A tensor whose memory was freed has a lower one, unless it is a view far from the beginning."""
 
-_MOST_SECONDS = 1e9  # the most that a timedelta, and a wait, can take
+MOST_SECONDS = 1e9  # the most that a timedelta, and a wait, can take
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _without_memory(tensor: torch.Tensor) -> str:
 def is_seconds(seconds: object) -> TypeGuard[float]:
     """Whether `seconds` is a number above 0, at most 1e9."""
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return is_number and 0 < seconds <= _MOST_SECONDS  # type: ignore[operator]
+    return is_number and 0 < seconds <= MOST_SECONDS  # type: ignore[operator]
 
 
 def check_seconds(operation: str, name: str, seconds: object) -> None:

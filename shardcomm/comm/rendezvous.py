@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d
 
 from shardcomm import _C
-from shardcomm.arguments.checks import check_seconds, check_type, is_seconds
+from shardcomm.arguments.checks import MOST_SECONDS, check_seconds, check_type, is_seconds
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm import nccl
 from shardcomm.comm.communicator import Communicator
@@ -223,7 +223,7 @@ def _mesh_deadline_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
     Torch gives such groups its own 30 minutes, whatever `init_process_group(timeout=...)` says.
     """
-    own_s, world = timeout_s(group, device), dist.group.WORLD
+    own_s, world = min(timeout_s(group, device), MOST_SECONDS), dist.group.WORLD
     return own_s if world is None else min(own_s, timeout_s(world, device, otherwise=own_s))
 
 

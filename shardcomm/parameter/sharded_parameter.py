@@ -314,9 +314,9 @@ def _equal(first: Any, second: Any) -> bool:
         if first.whole.part.shape != second.whole.part.shape:
             return False
         return torch.equal(first.full_tensor(), second.full_tensor())
-    for whole in wholes:
-        if whole is not None and whole.held is not Held.WHOLE:
-            whole.refuse("equal")
+    for tensor, whole in zip((first, second), wholes, strict=True):
+        if whole is not None and not _has_whole(tensor):
+            whole.refuse("equal", of_values=_is_of_values(tensor))
     with plain():
         return torch.equal(first, second)
 

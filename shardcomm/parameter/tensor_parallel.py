@@ -202,8 +202,7 @@ def with_same(how: Distribution | None, groups: Mapping[Ranks, Communicator]) ->
 def _given_ranks(mesh: DeviceMesh, dim: int) -> Ranks:
     """The ranks of this rank's group along `dim`, in the order of the mesh."""
     place = mesh.get_coordinate()
-    if place is None:  # this rank is in no group of it
-        return ()
+    assert place is not None  # a rank that has a part is in the mesh
     along = tuple(slice(None) if at == dim else index for at, index in enumerate(place))
     return tuple(mesh.mesh[along].tolist())
 

@@ -324,7 +324,7 @@ def look_as_nobody(folder: Path) -> list[str]:
             wait_at(folder / "gate")
         return []
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="shm"):
-        pass  # its memory is gone: what is found would be that of the other rank
+        pass  # this rank has closed its memory, so that a group could only be found in the other rank
     os.seteuid(NOBODY)
     found = groups.find()
     answer = stacks.ask([os.getppid()])[os.getppid()]

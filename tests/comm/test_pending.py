@@ -260,7 +260,7 @@ def test_the_report_of_a_process_tells_of_each_group_once() -> None:
     alone = Communicator.local_group(1)
     with thread_ranks(body, 2) as comms:
         until(lambda: waiting(comms[0], {1}), "rank 1 waits")
-        lines = [re.sub(r"\d+\.\d s", "N s", line) for line in pending.report().splitlines()]
+        lines = [re.sub(r"\d+\.\d s", "N s", line) for line in pending.report()]
         # Other tests' groups may be reported as well, until they are collected.
         waits = f"  rank 1 (pid {os.getpid()}): in barrier() #1, has waited N s for rank 0"
         at = lines.index(waits)
@@ -273,7 +273,7 @@ def test_the_report_of_a_process_tells_of_each_group_once() -> None:
         come.set()
     for comm in (*comms, *alone):
         comm.close()
-    assert waits not in re.sub(r"\d+\.\d s", "N s", pending.report())
+    assert not any("has waited" in line for line in pending.report())
 
 
 def test_signals_do_not_disturb_an_allocation() -> None:
@@ -301,12 +301,12 @@ def test_a_closed_group_can_be_asked(size: int) -> None:
 
 def test_a_forked_child_is_in_no_group_of_its_parent() -> None:
     with Communicator.local_group(2)[0] as parents:
-        assert f"local group of {parents.size} ranks" in pending.report()
+        assert f"local group of {parents.size} ranks, threads of this process:" in pending.report()
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                status = int(pending.report() != "")
+                status = len([*pending.report()])
             finally:  # whatever it raises, the child runs no other test
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

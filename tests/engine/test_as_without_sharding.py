@@ -48,6 +48,16 @@ def test_equality_is_of_the_whole_tensors(granularity: str) -> None:
     with_sharded(body, granularity=granularity)
 
 
+def test_equality_with_a_plain_tensor_is_refused_where_a_rank_has_all_by_chance() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(4, 1)  # one row, which one of the ranks has
+        fully_shard(model, comm)
+        with pytest.raises(RuntimeError, match=r"^equal of 'weight'"):
+            torch.equal(model.weight, torch.ones(1, 4))
+
+    run_threads(body, 2)
+
+
 def test_a_whole_parameter_is_gathered_in_a_forward_that_gathers_ahead() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Chain(layers=6))

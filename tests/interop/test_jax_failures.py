@@ -80,6 +80,11 @@ def disagree_in_a_group(
         total(jnp.ones(3), comm).block_until_ready()
 
 
+def call_twice(call: Callable[..., jax.Array], x: jax.Array, comm: XlaCommunicator) -> None:
+    jax.jit(call, static_argnums=1)(x, comm).block_until_ready()
+    total(jnp.ones(3), comm).block_until_ready()  # in which a broadcast's root may hear of it
+
+
 def with_dtypes_of_one_size() -> None:
     """Dtypes with which the core does not compute, so that it moves their bytes."""
     pairs = [
@@ -89,21 +94,23 @@ def with_dtypes_of_one_size() -> None:
         ("complex64", "uint8"),
         ("uint16", "int16"),
         ("uint32", "float32"),
+        ("float32", "uint32"),
     ]
     with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
         for call in (all_gather, broadcast):
             for pair in pairs:
                 own = jnp.dtype(pair[ranks.rank])
-                x = jnp.ones(48 // own.itemsize, own)
+                x = jnp.full(48 // own.itemsize, 1 + ranks.rank, own)
                 if len({*pair}) == 1:
+                    wanted = [1] * x.size + [2] * x.size * (call is all_gather)
                     with XlaCommunicator(ranks, deadline_s=20) as comm:
-                        assert (jax.jit(call, static_argnums=1)(x, comm)[: x.size] == x).all()
+                        assert jax.jit(call, static_argnums=1)(x, comm).tolist() == wanted
                     continue
                 with (
                     pytest.raises(CommError) as failed,
                     XlaCommunicator(ranks, deadline_s=20) as comm,
                 ):
-                    jax.jit(call, static_argnums=1)(x, comm).block_until_ready()
+                    call_twice(call, x, comm)
                 assert failed.value.kind == "mismatch"
                 for rank, dtype in enumerate(pair):
                     short = {"uint8": "u8", "float32": "f32"}.get(dtype, f" of {dtype}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcomm import Communicator, Stream, enable_stack_dumps
+from shardcomm import Communicator, Stream, enable_stack_dumps, launch
 from shardcomm.cli.ps import stacks
+from shardcomm.process import own_groups
 from shardcomm.process.stack_dumps import enable_where_free
 from support import interpreters
 from support.gates import DEADLINE_S, Gate, launched, until, wait_at
@@ -109,6 +112,21 @@ def test_sigusr1_tells_of_the_groups_of_the_backend(tmp_path: Path) -> None:
     assert f"rank 0 (pid {pids[0]}): in all_reduce(f32, count 4, sum) #" in stderr.read_text()
 
 
+def report_without_descriptors() -> str:
+    with Communicator.from_env(deadline_s=DEADLINE_S, transport="shm") as comm:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # of those that are open, more stay
+        told = own_groups.report()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        comm.barrier()
+    return told
+
+
+def test_what_ranks_are_in_is_told_where_no_file_can_be_opened() -> None:
+    for told in launch(report_without_descriptors, 2, timeout_s=DEADLINE_S):
+        assert re.fullmatch(r"groups of shm and hosts cannot be read: .*Too many open.*\n", told)
+
+
 def run_python(code: str) -> str:
     """What a Python that runs it prints."""
     done = subprocess.run(
@@ -123,6 +141,7 @@ def test_a_handler_of_the_programs_own_stays_and_ps_never_calls_it() -> None:
         """
 import os, signal, shardcomm
 from shardcomm.cli.ps import stacks
+from shardcomm.process import own_groups
 from shardcomm.process.stack_dumps import enable_where_free
 signal.signal(signal.SIGUSR1, lambda *_: print("save what there is", flush=True))
 enable_where_free()
