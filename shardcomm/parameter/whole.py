@@ -163,7 +163,8 @@ class Whole:
             instead = _OF_MATRICES
         elif given_whole and of_values and name == "copy_":
             instead = (
-                "give the model values by load_state_dict, or inside of engine.gathered(write=True)"
+                "give the model values by load_state_dict, or inside of engine.gathered(write=True); for an average "
+                "use shardcomm.ExponentialMovingAverage, or update the AveragedModel inside of engine.gathered()"
             )
         elif given_whole:
             instead = (
