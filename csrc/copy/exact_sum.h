@@ -30,7 +30,8 @@ class ExactSum {
     using AddPlainly = void (*)(void* totals, const void* const* sources, std::int64_t count,
                                 std::uint64_t* errors);
     using AddInPairs = void (*)(double* rows, const void* const* sources, std::int64_t count);
-    // To nothing, and to the totals of other sources. Null where the type is too narrow.
+    // To nothing, and to the totals of other sources. Null for elements that are as wide as the
+    // totals would be: such sums hardly ever have no error.
     AddPlainly add_floats[2][kQuad];
     AddPlainly add_doubles[2][kQuad];
     AddInPairs add_in_pairs[2][kQuad];
