@@ -93,9 +93,10 @@ def test_sigusr1_prints_the_stacks_and_what_the_ranks_are_in(
 
 
 def wait_in_the_backend(folder: Path) -> None:
-    rank = say_pid(folder)
-    os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.init_process_group("shardcomm")
+    rank = dist.get_rank()
+    os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
+    say_pid(folder)  # only now: at set-up the ranks are in another group for a moment
     if rank == 1:
         wait_at(folder / "gate")
     dist.all_reduce(torch.ones(4))
