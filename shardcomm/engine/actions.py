@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 from shardcomm.bucket.offload import Offload
@@ -73,7 +73,7 @@ class Actions:
         return {
             trigger: tuple(bound(action) for action in done)
             for trigger, actions in schedule.actions.items()
-            if (done := [action for action in actions if does(action)])
+            if (done := [action for action in _own_first(trigger, actions) if does(action)])
         }
 
     def occupant(self, unit: ShardedUnit) -> ShardedUnit | None:
@@ -88,7 +88,7 @@ class Actions:
         occupant = self._occupant.get(full.slot)
         if occupant is not None and occupant is not unit:
             if occupant.state is not IDLE:
-                return  # only a prefetch can come here; `require` raises where it matters
+                return  # a prefetch can do without; `require` raises where the unit is needed now
             occupant.full.overwritten()
         self._occupant[full.slot] = unit
         nbytes = full.gather_bytes
@@ -234,3 +234,13 @@ class Actions:
         span.enter_context(self._together)
         span.enter_context(self.trace.span(row, unit.name, stream, nbytes))
         return span
+
+
+def _own_first(trigger: Trigger, actions: Sequence[Action]) -> Iterator[Action]:
+    """`actions`, with a gather of the trigger's own unit before those of units ahead.
+
+    The gather does nothing in a step as planned. In one that deviates, the unit may be missing, and is needed first.
+    """
+    if any(action.verb is Verb.GATHER for action in actions):
+        yield Action(Verb.GATHER, trigger.unit, -1)
+    yield from actions

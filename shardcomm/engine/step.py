@@ -2,9 +2,10 @@
 
 The file reads in the order in which a step happens; what is no plain step comes last. For each unit:
 
-    pre_forward     wait until its parameters are gathered (mostly a prefetch began that before); show the full ones
+    pre_forward     prefetch the next units; wait until its own parameters are gathered (mostly a prefetch began that
+                    before); show the full ones
     post_forward    show this rank's rows again; release the slot if another unit needs it
-    pre_backward    as pre_forward, and prefetch in the other direction
+    pre_backward    as pre_forward, but prefetch in the other direction
     post_backward   release, and reduce the gradients over the ranks; show the `.grad` of units whose reduce has ended
     end_of_backward wait for the reduces that are left; all parameters have their `.grad`
 

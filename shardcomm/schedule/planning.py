@@ -140,7 +140,10 @@ def _plan_gathers(
     depths: Mapping[Phase, Sequence[int]],
     sharded: set[int],
 ) -> None:
-    """Adds the releases, and at PRE triggers: gather the unit if it is missing, wait, prefetch."""
+    """Adds the releases, and at PRE triggers: gather the unit if it is missing, prefetch, wait.
+
+    The wait comes last. On a CPU it holds up the thread that issues, and the link would be idle until the next gather.
+    """
     releases, windows = _plan_releases(step, slot_of)
     kept = {unit for unit in range(len(slot_of)) if unit not in sharded}
     for released in releases.values():
@@ -176,10 +179,9 @@ def _plan_gathers(
         add(trigger, Verb.RELEASE, *sorted(releases[trigger]))
         if trigger in missing:
             add(trigger, Verb.GATHER, trigger.unit)
-        if trigger in ahead:
-            if trigger.unit in sharded:
-                add(trigger, Verb.WAIT_GATHER, trigger.unit)
-            add(trigger, Verb.GATHER, *ahead[trigger])
+        add(trigger, Verb.GATHER, *ahead.get(trigger, ()))
+        if trigger in ahead and trigger.unit in sharded:
+            add(trigger, Verb.WAIT_GATHER, trigger.unit)
 
 
 def _distinct(units: Iterable[int]) -> Iterator[int]:

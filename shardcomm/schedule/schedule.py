@@ -7,10 +7,10 @@ An example: a root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``pre
 0 and 1, and the root has slot 2::
 
     trigger         slot:    0   1   2  actions
-    pre_forward(0)          >1   .   0  gather 0, wait_gather 0, gather 1
-    pre_forward(1)           1  >2   0  wait_gather 1, gather 2
+    pre_forward(0)          >1   .   0  gather 0, gather 1, wait_gather 0
+    pre_forward(1)           1  >2   0  gather 2, wait_gather 1
     post_forward(1)          .  >2   0  release 1
-    pre_forward(2)          >3   2   0  wait_gather 2, gather 3
+    pre_forward(2)          >3   2   0  gather 3, wait_gather 2
     post_forward(2)         >3   2   0
     pre_forward(3)           3   2   0  wait_gather 3
     post_forward(3)          3   2   0
@@ -18,7 +18,7 @@ An example: a root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``pre
     pre_backward(0)          3   2   0  wait_gather 0
     pre_backward(3)          3   2   0  wait_gather 3
     post_backward(3)         .   2   0  release 3, reduce 3
-    pre_backward(2)         >1   2   0  wait_gather 2, gather 1
+    pre_backward(2)         >1   2   0  gather 1, wait_gather 2
     post_backward(2)        >1   .   0  release 2, reduce 2
     pre_backward(1)          1   .   0  wait_gather 1
     post_backward(1)         .   .   0  release 1, wait_reduce 3, reduce 1
@@ -26,9 +26,10 @@ An example: a root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``pre
     end_of_backward          .   .   .  wait_reduce 1, wait_reduce 0
 
 The middle columns show what each slot holds once the actions are issued: ``>2`` is unit 2 on its way, ``2`` is the unit
-ready to use, and ``.`` is a free slot. Unit 2 travels while unit 1 computes, and so on. Units 2 and 3 are the last of
-the forward. No other unit needs their slots before their backward, so that they stay, and only unit 1 is gathered
-twice.
+ready to use, and ``.`` is a free slot. Unit 2 travels while unit 1 computes, and so on. A trigger waits once all its
+gathers are issued: if unit 1 is still on its way, unit 2 is queued behind unit 1 before computation stands still. Units
+2 and 3 are the last of the forward. No other unit needs their slots before their backward, so that they stay, and only
+unit 1 is gathered twice.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ class Schedule:
     - A unit that is called twice in a step fires its triggers twice, and the same actions run each time. So GATHER of a
       gathered unit, WAIT_GATHER of one that has arrived, and RELEASE of a released one do nothing. Actions that reduce
       are only at triggers that fire once a step.
-    - Every PRE trigger waits for its unit. There an executor corrects a step that deviates from `order`: it gathers a
-      unit that is not gathered, into its slot, once no unit there is in use. At other triggers it skips a GATHER whose
+    - Every PRE trigger waits for its unit, after all gathers that the trigger issues. Where a wait blocks the thread
+      that issues, as on a CPU, the next gathers are queued behind the unit's own by then.
+    - At a PRE trigger an executor corrects a step that deviates from `order`: it gathers a unit that is not gathered,
+      into its slot, once no unit there is in use, and before the units ahead. At other triggers it skips a GATHER whose
       slot holds another unit.
     - Where parameters are not sharded, nothing is gathered or released.
     - REDUCE packs the unit's gradients, once the reduce-scatter before has left the reduce buffer, and drops the full

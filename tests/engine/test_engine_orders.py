@@ -59,6 +59,24 @@ def test_prefetches_that_nobody_waits_for_do_not_meet_other_collectives(
     run_threads(body, 2)
 
 
+@pytest.mark.covers("prefetch and slots")
+def test_a_unit_that_no_prefetch_has_brought_is_gathered_before_those_ahead() -> None:
+    """The planned step has gathered unit 2, of blocks.1, ahead at blocks.0, which this one leaves out."""
+
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Chain)
+        engine = fully_shard(model, comm, prefetch=1)
+        with torch.no_grad():
+            model(values(3, WIDTH))
+            model.skipped = {0}
+            with engine.trace() as trace:
+                model(values(3, WIDTH))
+        gathers = [span.name for span in trace.spans() if span.row == "gather"]
+        assert gathers[1:] == [f"blocks.{i}" for i in (0, 1, 2, 3)]
+
+    run_threads(body, 2)
+
+
 class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()

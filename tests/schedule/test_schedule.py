@@ -230,10 +230,29 @@ def test_units_are_gathered_as_early_as_depth_and_slots_allow_and_no_earlier(cas
         assert [unit for at, unit in done.gathers if at == position] == expected
 
 
+@CASES
+@given(cases())
+def test_a_unit_is_waited_for_once_all_gathers_of_its_trigger_are_issued_its_own_first(case):
+    """On a CPU the wait blocks the thread that issues: what it issues later leaves the link idle."""
+    order, arguments = case
+    schedule = Schedule.plan(order, **arguments)
+    waiting = set()
+    for trigger, actions in schedule.actions.items():
+        gathers = [at for at, action in enumerate(actions) if action.verb is Verb.GATHER]
+        waits = [at for at, action in enumerate(actions) if action.verb is Verb.WAIT_GATHER]
+        assert trigger.unit not in [actions[at].unit for at in gathers[1:]]
+        assert [actions[at].unit for at in waits] == [trigger.unit] * len(waits)
+        assert all(gather < wait for gather in gathers for wait in waits)
+        assert waits or not gathers
+        waiting |= {trigger} if waits else set()
+    begins = {each for each in schedule.triggers() if each.phase in depths_of(arguments)}
+    assert waiting == (set() if arguments["strategy"] == "no_shard" else begins)
+
+
 def test_three_blocks_and_a_root_are_planned_as_in_the_paper():
     """arXiv 2304.11277, one block ahead, two slots for the three blocks.
 
-    Forward: gather a unit before its computation, issue the next gather before computing, free it
+    Forward: gather a unit before its computation, issue the next gather before waiting, free it
     after; the root stays, and so do the last units, which the backward needs first. Backward: the
     same from the last unit on; where a unit's gradients are complete, free it and start its
     reduce-scatter, which overlaps with the next unit's computation. Wait for them all at the end.
@@ -263,10 +282,10 @@ def test_three_blocks_and_a_root_are_planned_as_in_the_paper():
     assert schedule.slot_of == (2, 0, 1, 0)
     assert schedule.num_slots == 3
     assert schedule.actions == {
-        pre(root): (gather(root), wait(root), gather(first)),
-        pre(first): (wait(first), gather(second)),
+        pre(root): (gather(root), gather(first), wait(root)),
+        pre(first): (gather(second), wait(first)),
         post(first): (free(first),),
-        pre(second): (wait(second), gather(third)),
+        pre(second): (gather(third), wait(second)),
         post(second): (),
         pre(third): (wait(third),),
         post(third): (),
@@ -274,7 +293,7 @@ def test_three_blocks_and_a_root_are_planned_as_in_the_paper():
         pre_backward(root): (wait(root),),
         pre_backward(third): (wait(third),),
         post_backward(third): (free(third), reduce(third)),
-        pre_backward(second): (wait(second), gather(first)),
+        pre_backward(second): (gather(first), wait(second)),
         post_backward(second): (free(second), reduce(second)),
         pre_backward(first): (wait(first),),
         post_backward(first): (free(first), reduced(third), reduce(first)),
