@@ -1,6 +1,6 @@
 // The C side of compare_gloo.py: arguments are RANKS and those of collectives.h, which says what it prints. "C"
 // starts from and ends in ordinary memory; "C, window" gathers into communication memory, and reduces from it. Beside
-// them stand "probe" and, of a gather, "probe, window": what probe.h does for the same.
+// them stand "probe", "probe, past caches" and, of a gather, "probe, window": what probe.h does for the same.
 #include "collectives.h"
 #include "probe.h"
 
@@ -54,13 +54,13 @@ static void measure_all(int rank, int rounds, int64_t bytes, int first) {
   void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
   void (*const probes[kOps])(const float*, float*, int64_t) = {probe_gather, probe_reduce_scatter, probe_all_reduce,
                                                                probe_broadcast, probe_barrier};
-  float* in = malloc((size_t)bytes);
-  float* out = malloc((size_t)bytes);
+  const size_t operands = (size_t)(calls_of(bytes) * bytes);
+  float* in = malloc(operands);
+  float* out = malloc(operands);
   shc_memory *gathered, *reduced;
   void *window, *own;
   ok(shc_allocate(comm, (size_t)bytes, SHC_GATHER, &gathered, &window));
-  ok(shc_allocate(comm, (size_t)bytes, SHC_REDUCE, &reduced, &own));
-  for (int64_t i = 0; i < numel_of(bytes); ++i) ((float*)own)[i] = in[i] = value(rank, i);
+  ok(shc_allocate(comm, operands, SHC_REDUCE, &reduced, &own));
   for (int op = 0; op < kOps; ++op) {
     const struct collective ordinary = {runs[op], in, out};
     struct collective allocated = ordinary;
@@ -70,7 +70,9 @@ static void measure_all(int rank, int rounds, int64_t bytes, int first) {
     measure(&ranks, "C", op, &ordinary, bytes, rounds, first && op == 0);
     measure(&ranks, "C, window", op, &allocated, bytes, rounds, 0);
     const struct collective limit = {probes[op], in, out};
-    measure(&ranks, "probe", op, &limit, bytes, rounds, 0);
+    for (probe.streams = 0; probe.streams < 2; ++probe.streams) {
+      measure(&ranks, probe.streams ? "probe, past caches" : "probe", op, &limit, bytes, rounds, 0);
+    }
     if (op != kGather) continue;
     const struct collective window_limit = {probe_gather_window, in, (float*)window};
     measure(&ranks, "probe, window", op, &window_limit, bytes, rounds, 0);

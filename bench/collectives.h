@@ -1,6 +1,8 @@
 // What collectives.c and openmpi.c share: which collectives are called, on which numbers, and how a time is taken.
 // Arguments are ROUNDS BYTES...; prints {"op/bytes/peer": [seconds, ...], ...} with a time for each round, which is the
-// slowest rank's from a common start, of a call in a row of calls. Results are checked first.
+// slowest rank's from a common start, of a call in a row of calls. Each call of a row reads an operand of its own, to
+// which its rank has stored since the last row, as computation does: else the other ranks would find in their own caches
+// what they read in place. Results are checked first.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,10 +21,11 @@ struct ranks {
   double (*most)(double seconds);  // of all ranks
 };
 
-// One collective of one peer. All-reduce and broadcast are in place, on `out`.
+// One collective of one peer. All-reduce and broadcast are in place, on `out`. What calls read are calls_of(bytes)
+// operands of `bytes` bytes, which follow each other.
 struct collective {
   void (*run)(const float* in, float* out, int64_t bytes);
-  const float* in;
+  float* in;
   float* out;
 };
 
@@ -48,9 +51,25 @@ static float wanted(const struct ranks* ranks, int op, int64_t bytes, int64_t i)
   return sum;
 }
 
+static int is_in_place(int op) { return op == kAllReduce || op == kBroadcast; }
+
+static void fill_operands(const struct ranks* ranks, int op, const struct collective* each, int64_t bytes) {
+  const int64_t numel = numel_of(bytes);
+  float* operands = is_in_place(op) ? each->out : each->in;
+  for (int call = 0; call < calls_of(bytes); ++call) {
+    for (int64_t i = 0; i < numel; ++i) operands[call * numel + i] = value(ranks->rank, i);
+  }
+}
+
+// A store to each cache line.
+static void store_to_operands(int op, const struct collective* each, int64_t bytes) {
+  volatile float* operands = is_in_place(op) ? each->out : each->in;
+  for (int64_t i = 0; i < calls_of(bytes) * numel_of(bytes); i += 16) operands[i] = operands[i];
+}
+
 static void check(const struct ranks* ranks, int op, const struct collective* each, int64_t bytes) {
   const int64_t numel = numel_of(bytes), part = numel / ranks->size;
-  for (int64_t i = 0; op >= kAllReduce && op <= kBroadcast && i < numel; ++i) each->out[i] = value(ranks->rank, i);
+  if (op != kBarrier) fill_operands(ranks, op, each, bytes);
   each->run(each->in, each->out, bytes);
   for (int64_t i = 0; op != kBarrier && i < (op == kReduceScatter ? part : numel); ++i) {
     if (each->out[i] == wanted(ranks, op, bytes, i)) continue;
@@ -59,11 +78,13 @@ static void check(const struct ranks* ranks, int op, const struct collective* ea
   }
 }
 
-static double slowest(const struct ranks* ranks, const struct collective* each, int64_t bytes) {
+static double slowest(const struct ranks* ranks, int op, const struct collective* each, int64_t bytes) {
   const int calls = calls_of(bytes);
+  const int64_t next_in = is_in_place(op) ? 0 : numel_of(bytes), next_out = is_in_place(op) ? numel_of(bytes) : 0;
+  if (op != kBarrier) store_to_operands(op, each, bytes);
   ranks->meet();
   const double start = now();
-  for (int i = 0; i < calls; ++i) each->run(each->in, each->out, bytes);
+  for (int i = 0; i < calls; ++i) each->run(each->in + i * next_in, each->out + i * next_out, bytes);
   return ranks->most((now() - start) / calls);
 }
 
@@ -80,10 +101,10 @@ static void measure(const struct ranks* ranks, const char* peer, int op, const s
                     int rounds, int first) {
   check(ranks, op, each, bytes);
   // Sums of sums grow: zeroes stay.
-  if (op == kAllReduce) memset(each->out, 0, (size_t)bytes);
+  if (op == kAllReduce) memset(each->out, 0, (size_t)(calls_of(bytes) * bytes));
   if (ranks->rank == 0) printf("%s\"%s/%ld/%s\": [", first ? "{" : ", ", kNames[op], (long)bytes, peer);
   for (int round = 0; round < rounds; ++round) {
-    const double seconds = slowest(ranks, each, bytes);
+    const double seconds = slowest(ranks, op, each, bytes);
     if (ranks->rank == 0) printf("%s%.10f", round > 0 ? ", " : "", seconds);
   }
   if (ranks->rank == 0) printf("]");

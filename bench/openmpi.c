@@ -46,9 +46,9 @@ int main(int argc, char** argv) {
   void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
   for (int a = 2; a < argc; ++a) {
     const int64_t bytes = atol(argv[a]);
-    float* in = malloc((size_t)bytes);
-    float* out = malloc((size_t)bytes);
-    for (int64_t i = 0; i < numel_of(bytes); ++i) in[i] = value(ranks.rank, i);
+    const size_t operands = (size_t)(calls_of(bytes) * bytes);
+    float* in = malloc(operands);
+    float* out = malloc(operands);
     for (int op = 0; op < kOps; ++op) {
       const struct collective each = {runs[op], in, out};
       measure(&ranks, "Open MPI", op, &each, bytes, atoi(argv[1]), a == 2 && op == 0);

@@ -1,6 +1,5 @@
 // What sends something else to each: all_to_all.
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <string>
 
@@ -74,8 +73,8 @@ void BoardCommunicator::run_all_to_all(const void* send, const Parts& send_parts
     const auto fill = [&](std::int64_t chunk) {
       for (int i = 1; i < size_; ++i) {
         const int to = (rank_ + i) % size_;
-        copy(slot(rank_, to), at(sent_to(to), chunk * step, dtype),
-             left(send_parts.count(to), chunk), nullptr);
+        channel.filling.copy(slot(rank_, to), at(sent_to(to), chunk * step, dtype),
+                             left(send_parts.count(to), chunk));
       }
     };
     const auto use = [&](std::int64_t chunk) {

@@ -58,8 +58,13 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
       return at(send, std::min(chunk * step, count), send_dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
-      executor_->convert(stage(channel, rank_), recv_dtype, own_part(chunk), send_dtype,
-                         left(rank_, chunk), nullptr);
+      const std::int64_t here = left(rank_, chunk);
+      if (send_dtype == recv_dtype) {
+        return channel.filling.copy(stage(channel, rank_), own_part(chunk),
+                                    bytes_of(here, send_dtype));
+      }
+      executor_->convert(stage(channel, rank_), recv_dtype, own_part(chunk), send_dtype, here,
+                         nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       executor_->convert(at(own, chunk * step, recv_dtype), recv_dtype, own_part(chunk), send_dtype,
@@ -146,7 +151,7 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
-      if (rank_ == root) copy_bytes(stage(channel, root), part(chunk), length(chunk));
+      if (rank_ == root) channel.filling.copy(stage(channel, root), part(chunk), length(chunk));
     };
     const auto use = [&](std::int64_t chunk) {
       if (rank_ == root || shared) return;

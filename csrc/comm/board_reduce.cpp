@@ -1,6 +1,5 @@
 // What combines the ranks' values: reduce_scatter, all_reduce and reduce.
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -51,6 +50,15 @@ class Slices {
 // What is reduced is copied while it is in the nearest caches.
 constexpr std::size_t kPieceBytes = 64 * 1024;
 
+// Calls reduce(elements before a piece, its elements) for each piece of `count` elements.
+template <class Reduce>
+void in_pieces(DType dtype, std::int64_t count, Reduce&& reduce) {
+  const auto piece = static_cast<std::int64_t>(kPieceBytes / itemsize(dtype));
+  for (std::int64_t done = 0; done < count; done += piece) {
+    reduce(done, std::min(piece, count - done));
+  }
+}
+
 // Which of `count` elements each rank reduces for all.
 class Shares {
  public:
@@ -97,8 +105,8 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
       for (int r = 0; r < size_; ++r) {
         const std::int64_t length = slices.length(r, chunk);
         if (r == rank_ || length == 0) continue;  // its own slice no other rank reads
-        copy_bytes(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
-                   bytes_of(length, dtype));
+        channel.filling.copy(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
+                             bytes_of(length, dtype));
       }
     };
     const auto use = [&](std::int64_t chunk) {
@@ -148,7 +156,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
       if (!is_few) return fill_others_shares(channel, part(chunk), dtype, length(chunk));
-      copy_bytes(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
+      channel.filling.copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
     };
     const auto use = [&](std::int64_t chunk) {
       if (!is_few) return all_reduce_shares(channel, part(chunk), dtype, length(chunk), op);
@@ -170,21 +178,37 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
 }
 
 // Rank r reduces share r of all buffers into its own, which no other rank reads in that phase; then
-// all copy.
+// all copy. The other ranks have read, or will read, whatever is written: on a host by `filling`.
 void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
                                           std::int64_t count, RedOp op, NativeStream stream) {
   const Shares shares(count, size_);
-  const auto* from = sources(channel, [&](int r) {
-    return at(peer(channel, &Call::send, r), shares.begin(rank_), dtype);
-  });
-  executor_->reduce(at(buffer, shares.begin(rank_), dtype), {dtype}, from, size_, dtype, op,
-                    shares.length(rank_), stream);
+  const auto reduce = [&](void* to, std::int64_t done, std::int64_t n) {
+    const auto* from = sources(channel, [&](int r) {
+      return at(peer(channel, &Call::send, r), shares.begin(rank_) + done, dtype);
+    });
+    executor_->reduce(to, {dtype}, from, size_, dtype, op, n, stream);
+  };
+  const auto own = [&](std::int64_t done) { return at(buffer, shares.begin(rank_) + done, dtype); };
+  if (executor_->on_host()) {
+    std::byte* piece = stage(channel, rank_);  // which no other rank reads in this call
+    in_pieces(dtype, shares.length(rank_), [&](std::int64_t done, std::int64_t n) {
+      reduce(piece, done, n);
+      channel.filling.copy(own(done), piece, bytes_of(n, dtype));
+    });
+  } else {
+    reduce(own(0), 0, shares.length(rank_));
+  }
   meet(channel, stream);
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
-    executor_->copy(at(buffer, shares.begin(r), dtype),
-                    at(peer(channel, &Call::send, r), shares.begin(r), dtype),
-                    bytes_of(shares.length(r), dtype), stream);
+    std::byte* to = at(buffer, shares.begin(r), dtype);
+    const std::byte* from = at(peer(channel, &Call::send, r), shares.begin(r), dtype);
+    const std::size_t bytes = bytes_of(shares.length(r), dtype);
+    if (executor_->on_host()) {
+      channel.filling.copy(to, from, bytes);
+    } else {
+      executor_->copy(to, from, bytes, stream);
+    }
   }
   meet(channel, stream);
 }
@@ -197,8 +221,8 @@ void BoardCommunicator::fill_others_shares(Channel& channel, const std::byte* ch
   std::byte* area = stage(channel, rank_);
   const std::size_t begin = bytes_of(shares.begin(rank_), dtype);
   const std::size_t end = bytes_of(shares.begin(rank_ + 1), dtype);
-  std::memcpy(area, chunk, begin);
-  std::memcpy(area + end, chunk + end, bytes_of(count, dtype) - end);
+  channel.filling.copy(area, chunk, begin);
+  channel.filling.copy(area + end, chunk + end, bytes_of(count, dtype) - end);
 }
 
 void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype,
@@ -208,16 +232,14 @@ void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DT
     return at(stage(channel, r), shares.begin(share), dtype);
   };
   const auto reduce = [&] {
-    const auto piece = static_cast<std::int64_t>(kPieceBytes / itemsize(dtype));
-    for (std::int64_t done = 0; done < shares.length(rank_); done += piece) {
-      const std::int64_t n = std::min(piece, shares.length(rank_) - done);
+    in_pieces(dtype, shares.length(rank_), [&](std::int64_t done, std::int64_t n) {
       std::byte* own = at(chunk, shares.begin(rank_) + done, dtype);
       const auto* from = sources(channel, [&](int r) -> const void* {
         return r == rank_ ? own : at(staged(r, rank_), done, dtype);
       });
       executor_->reduce(own, {dtype}, from, size_, dtype, op, n, nullptr);
-      copy_bytes(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
-    }
+      channel.filling.copy(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
+    });
   };
   const auto copy_others = [&] {
     for (int i = 1; i < size_; ++i) {
@@ -259,7 +281,7 @@ void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, st
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
       if (is_root) return;
-      copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype), nullptr);
+      channel.filling.copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
     };
     const auto use = [&](std::int64_t chunk) {
       if (!is_root) return;

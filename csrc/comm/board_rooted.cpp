@@ -37,7 +37,7 @@ void BoardCommunicator::run_gather(const void* send, void* recv, DType dtype, st
     };
     const auto fill = [&](std::int64_t chunk) {
       if (is_root) return;
-      copy(stage(channel, rank_), at(send, chunk * step, dtype), length(chunk), nullptr);
+      channel.filling.copy(stage(channel, rank_), at(send, chunk * step, dtype), length(chunk));
     };
     const auto use = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
@@ -95,7 +95,7 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, DType dtype, s
     const auto fill = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
         if (r == root) continue;
-        copy(slot(r), at(part(r), chunk * step, dtype), length(chunk), nullptr);
+        channel.filling.copy(slot(r), at(part(r), chunk * step, dtype), length(chunk));
       }
     };
     const auto use = [&](std::int64_t chunk) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/board.h"
+#include "comm/filling.h"
 #include "comm/staging.h"
 #include "comm/turn.h"
 #include "comm/windows.h"
@@ -25,6 +26,7 @@ class Channel {
   const int index;
   Board board;
   Staging staging{board};
+  Filling filling;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::atomic<bool> used{false};
   std::shared_ptr<const WindowTable> windows;  // the windows at the present call

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "comm/doorbell.h"
+#include "comm/filling.h"
 
 namespace shardcomm {
 
@@ -58,6 +59,7 @@ class MailWriter {
   MailRing* ring_ = nullptr;
   std::size_t capacity_ = 0;
   Doorbell* bell_ = nullptr;
+  Filling filling_;
   std::uint64_t written_ = 0;
   std::uint64_t read_ = 0;  // as last seen
 };

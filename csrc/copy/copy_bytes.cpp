@@ -34,20 +34,28 @@ void copy_by_vectors(void* dst, const void* src, std::size_t bytes) {
   auto* to = static_cast<std::byte*>(dst);
   const auto* from = static_cast<const std::byte*>(src);
   const auto count = static_cast<std::int64_t>(bytes);
+  if (count >= kStreamingRunBytes) return copy_past_caches(dst, src, bytes);
   const VectorSpan span = vector_span(reinterpret_cast<std::uintptr_t>(to), count, 1, kLineBytes);
   const std::int64_t body = span.body / kTurnBytes * kTurnBytes;
   std::memcpy(to, from, static_cast<std::size_t>(span.head));
   to += span.head;
   from += span.head;
-  if (body >= kStreamingRunBytes) {
-    copy_streaming(to, from, body);
-    streaming_fence();
-  } else {
-    copy_turns(to, from, body);
-  }
+  copy_turns(to, from, body);
   std::memcpy(to + body, from + body, static_cast<std::size_t>(count - span.head - body));
 }
 #endif
+
+void copy_past_caches(void* dst, const void* src, std::size_t bytes) {
+  auto* to = static_cast<std::byte*>(dst);
+  const auto* from = static_cast<const std::byte*>(src);
+  const auto count = static_cast<std::int64_t>(bytes);
+  const VectorSpan span = vector_span(reinterpret_cast<std::uintptr_t>(to), count, 1, kLineBytes);
+  std::memcpy(to, from, static_cast<std::size_t>(span.head));
+  copy_streaming(to + span.head, from + span.head, span.body);
+  streaming_fence();
+  const std::int64_t before = span.head + span.body;
+  std::memcpy(to + before, from + before, static_cast<std::size_t>(span.tail));
+}
 
 void copy_long(void* dst, const void* src, std::size_t bytes) {
 #if defined(__x86_64__)

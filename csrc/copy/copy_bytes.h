@@ -14,6 +14,17 @@ constexpr std::size_t kLongCopyBytes = 2048;
 void copy_by_vectors(void* dst, const void* src, std::size_t bytes);
 #endif
 
+// Whether copy_past_caches() differs from memcpy.
+#if defined(__x86_64__)
+constexpr bool kHasStreamingStores = true;
+#else
+constexpr bool kHasStreamingStores = false;
+#endif
+
+// memcpy that leaves nothing of `dst` in the caches, for what another core reads next, or for what
+// is too large for them.
+void copy_past_caches(void* dst, const void* src, std::size_t bytes);
+
 // memcpy of at least kLongCopyBytes.
 void copy_long(void* dst, const void* src, std::size_t bytes);
 
