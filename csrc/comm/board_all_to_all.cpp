@@ -73,8 +73,8 @@ void BoardCommunicator::run_all_to_all(const void* send, const Parts& send_parts
     const auto fill = [&](std::int64_t chunk) {
       for (int i = 1; i < size_; ++i) {
         const int to = (rank_ + i) % size_;
-        channel.filling.copy(slot(rank_, to), at(sent_to(to), chunk * step, dtype),
-                             left(send_parts.count(to), chunk));
+        executor_->fill(channel.filler, slot(rank_, to), at(sent_to(to), chunk * step, dtype),
+                        left(send_parts.count(to), chunk), nullptr);
       }
     };
     const auto use = [&](std::int64_t chunk) {

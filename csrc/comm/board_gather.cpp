@@ -60,8 +60,8 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     const auto fill = [&](std::int64_t chunk) {
       const std::int64_t here = left(rank_, chunk);
       if (send_dtype == recv_dtype) {
-        return channel.filling.copy(stage(channel, rank_), own_part(chunk),
-                                    bytes_of(here, send_dtype));
+        return executor_->fill(channel.filler, stage(channel, rank_), own_part(chunk),
+                               bytes_of(here, send_dtype), nullptr);
       }
       executor_->convert(stage(channel, rank_), recv_dtype, own_part(chunk), send_dtype, here,
                          nullptr);
@@ -151,7 +151,8 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
-      if (rank_ == root) channel.filling.copy(stage(channel, root), part(chunk), length(chunk));
+      if (rank_ == root)
+        executor_->fill(channel.filler, stage(channel, root), part(chunk), length(chunk), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       if (rank_ == root || shared) return;

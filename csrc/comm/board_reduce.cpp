@@ -49,6 +49,7 @@ class Slices {
 
 // What is reduced is copied while it is in the nearest caches.
 constexpr std::size_t kPieceBytes = 64 * 1024;
+static_assert(kPieceBytes <= ControlMemory::kStageBytes);
 
 // Calls reduce(elements before a piece, its elements) for each piece of `count` elements.
 template <class Reduce>
@@ -105,8 +106,8 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
       for (int r = 0; r < size_; ++r) {
         const std::int64_t length = slices.length(r, chunk);
         if (r == rank_ || length == 0) continue;  // its own slice no other rank reads
-        channel.filling.copy(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
-                             bytes_of(length, dtype));
+        executor_->fill(channel.filler, at(stage(channel, rank_), slices.start(r), dtype),
+                        own_slice(r, chunk), bytes_of(length, dtype), nullptr);
       }
     };
     const auto use = [&](std::int64_t chunk) {
@@ -156,7 +157,8 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
       if (!is_few) return fill_others_shares(channel, part(chunk), dtype, length(chunk));
-      channel.filling.copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
+      executor_->fill(channel.filler, stage(channel, rank_), part(chunk),
+                      bytes_of(length(chunk), dtype), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       if (!is_few) return all_reduce_shares(channel, part(chunk), dtype, length(chunk), op);
@@ -193,7 +195,7 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
     std::byte* piece = stage(channel, rank_);  // which no other rank reads in this call
     in_pieces(dtype, shares.length(rank_), [&](std::int64_t done, std::int64_t n) {
       reduce(piece, done, n);
-      channel.filling.copy(own(done), piece, bytes_of(n, dtype));
+      executor_->fill(channel.filler, own(done), piece, bytes_of(n, dtype), nullptr);
     });
   } else {
     reduce(own(0), 0, shares.length(rank_));
@@ -201,14 +203,9 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
   meet(channel, stream);
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
-    std::byte* to = at(buffer, shares.begin(r), dtype);
-    const std::byte* from = at(peer(channel, &Call::send, r), shares.begin(r), dtype);
-    const std::size_t bytes = bytes_of(shares.length(r), dtype);
-    if (executor_->on_host()) {
-      channel.filling.copy(to, from, bytes);
-    } else {
-      executor_->copy(to, from, bytes, stream);
-    }
+    executor_->fill(channel.filler, at(buffer, shares.begin(r), dtype),
+                    at(peer(channel, &Call::send, r), shares.begin(r), dtype),
+                    bytes_of(shares.length(r), dtype), stream);
   }
   meet(channel, stream);
 }
@@ -221,8 +218,8 @@ void BoardCommunicator::fill_others_shares(Channel& channel, const std::byte* ch
   std::byte* area = stage(channel, rank_);
   const std::size_t begin = bytes_of(shares.begin(rank_), dtype);
   const std::size_t end = bytes_of(shares.begin(rank_ + 1), dtype);
-  channel.filling.copy(area, chunk, begin);
-  channel.filling.copy(area + end, chunk + end, bytes_of(count, dtype) - end);
+  executor_->fill(channel.filler, area, chunk, begin, nullptr);
+  executor_->fill(channel.filler, area + end, chunk + end, bytes_of(count, dtype) - end, nullptr);
 }
 
 void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype,
@@ -238,7 +235,8 @@ void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DT
         return r == rank_ ? own : at(staged(r, rank_), done, dtype);
       });
       executor_->reduce(own, {dtype}, from, size_, dtype, op, n, nullptr);
-      channel.filling.copy(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
+      executor_->fill(channel.filler, at(staged(rank_, rank_), done, dtype), own,
+                      bytes_of(n, dtype), nullptr);
     });
   };
   const auto copy_others = [&] {
@@ -281,7 +279,8 @@ void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, st
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
       if (is_root) return;
-      channel.filling.copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
+      executor_->fill(channel.filler, stage(channel, rank_), part(chunk),
+                      bytes_of(length(chunk), dtype), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       if (!is_root) return;

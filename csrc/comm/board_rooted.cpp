@@ -37,7 +37,8 @@ void BoardCommunicator::run_gather(const void* send, void* recv, DType dtype, st
     };
     const auto fill = [&](std::int64_t chunk) {
       if (is_root) return;
-      channel.filling.copy(stage(channel, rank_), at(send, chunk * step, dtype), length(chunk));
+      executor_->fill(channel.filler, stage(channel, rank_), at(send, chunk * step, dtype),
+                      length(chunk), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
@@ -95,7 +96,8 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, DType dtype, s
     const auto fill = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
         if (r == root) continue;
-        channel.filling.copy(slot(r), at(part(r), chunk * step, dtype), length(chunk));
+        executor_->fill(channel.filler, slot(r), at(part(r), chunk * step, dtype), length(chunk),
+                        nullptr);
       }
     };
     const auto use = [&](std::int64_t chunk) {

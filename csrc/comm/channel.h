@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/board.h"
-#include "comm/filling.h"
+#include "comm/filler.h"
 #include "comm/staging.h"
 #include "comm/turn.h"
 #include "comm/windows.h"
@@ -26,7 +26,7 @@ class Channel {
   const int index;
   Board board;
   Staging staging{board};
-  Filling filling;
+  Filler filler;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::atomic<bool> used{false};
   std::shared_ptr<const WindowTable> windows;  // the windows at the present call

@@ -12,6 +12,9 @@ class HostExecutor final : public Executor {
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream) override {
     copy_bytes(dst, src, bytes);
   }
+  void fill(Filler& filler, void* dst, const void* src, std::size_t bytes, NativeStream) override {
+    filler.copy(dst, src, bytes);
+  }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream) override {
     convert_cpu(dst, dst_dtype, src, src_dtype, count);

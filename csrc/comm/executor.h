@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "comm/filler.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/reduce.h"
 #include "shardcomm/stream.h"
@@ -21,6 +22,10 @@ class Executor {
   // Whether operands are memory of the host, which can go through staging areas.
   virtual bool on_host() const = 0;
   virtual void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) = 0;
+  // The same into memory of which other ranks' cores hold the lines. `filler` belongs to the calls
+  // under way.
+  virtual void fill(Filler& filler, void* dst, const void* src, std::size_t bytes,
+                    NativeStream stream) = 0;
   // dst[i] = src[i], converted. Does nothing if both are the same place.
   virtual void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype,
                        std::int64_t count, NativeStream stream) = 0;

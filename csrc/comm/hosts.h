@@ -12,6 +12,7 @@
 
 #include "comm/board_communicator.h"
 #include "comm/call.h"
+#include "comm/filler.h"
 #include "shardcomm/coding.h"
 #include "shardcomm/hosts.h"
 #include "shardcomm/stream.h"
@@ -107,6 +108,7 @@ class HostsCommunicator final : public Communicator {
     Room sums;  // of partial sums that cross coded
     std::array<std::shared_ptr<Event>, kSlots> crossings;
     std::vector<const void*> sources;  // of a reduction
+    Filler filler;                     // of the stage
     std::unique_ptr<Stream> worker = make_thread_stream();
   };
   using Crossing = std::function<void(Across&, int channel)>;

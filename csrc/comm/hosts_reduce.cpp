@@ -220,8 +220,8 @@ void HostsCommunicator::combine_in_stage(Lane& lane, const void* send, DType dty
   for (int i = 0; i < local_; ++i) {
     for (int host = 0; host < hosts_; ++host) {
       const int r = rank_at(host, i);
-      copy_bytes(block(index(), i, host), at(send, chunks.begin(r, chunk), dtype),
-                 bytes_of(chunks.length(r, chunk), dtype));
+      lane.filler.copy(block(index(), i, host), at(send, chunks.begin(r, chunk), dtype),
+                       bytes_of(chunks.length(r, chunk), dtype));
     }
   }
   // All have filled this slot, so all have combined the one before.

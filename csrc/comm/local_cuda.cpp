@@ -68,6 +68,9 @@ class DeviceExecutor final : public Executor {
     check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cuda(stream)),
                "cudaMemcpyAsync");
   }
+  void fill(Filler&, void* dst, const void* src, std::size_t bytes, NativeStream stream) override {
+    copy(dst, src, bytes, stream);
+  }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream stream) override {
     const DeviceScope scope(device_);

@@ -32,7 +32,7 @@ bool MailWriter::write(const Frame& frame, const std::byte* payload) {
   std::memcpy(ring_->data + written_ % capacity_, &frame, sizeof(frame));
   in_parts(written_ + sizeof(frame), frame.payload, capacity_,
            [&](std::size_t at, std::size_t done, std::size_t part) {
-             filling_.copy(ring_->data + at, payload + done, part);
+             filler_.copy(ring_->data + at, payload + done, part);
            });
   written_ += bytes;
   ring_->written.store(written_);  // before the look at the bell

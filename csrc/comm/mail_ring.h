@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "comm/doorbell.h"
-#include "comm/filling.h"
+#include "comm/filler.h"
 
 namespace shardcomm {
 
@@ -59,7 +59,7 @@ class MailWriter {
   MailRing* ring_ = nullptr;
   std::size_t capacity_ = 0;
   Doorbell* bell_ = nullptr;
-  Filling filling_;
+  Filler filler_;
   std::uint64_t written_ = 0;
   std::uint64_t read_ = 0;  // as last seen
 };

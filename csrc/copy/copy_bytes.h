@@ -21,8 +21,8 @@ constexpr bool kHasStreamingStores = true;
 constexpr bool kHasStreamingStores = false;
 #endif
 
-// memcpy that leaves nothing of `dst` in the caches, for what another core reads next, or for what
-// is too large for them.
+// memcpy that takes the whole lines of `dst` past the caches on x86: for what another core reads
+// next, or for what is too large for them.
 void copy_past_caches(void* dst, const void* src, std::size_t bytes);
 
 // memcpy of at least kLongCopyBytes.

@@ -93,6 +93,11 @@ class Lagging final : public Executor {
     lag();
     host_->copy(dst, src, bytes, stream);
   }
+  void fill(shardcomm::Filler& filler, void* dst, const void* src, std::size_t bytes,
+            NativeStream stream) override {
+    lag();
+    host_->fill(filler, dst, src, bytes, stream);
+  }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream stream) override {
     lag();

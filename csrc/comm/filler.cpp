@@ -1,4 +1,4 @@
-#include "comm/filling.h"
+#include "comm/filler.h"
 
 #include <algorithm>
 #include <chrono>
@@ -10,8 +10,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Each way is tried twice at first: the copies that come to pages for the first time are slow.
+// Each way is tried twice at first, inner and outer turns: copies that come to pages for the first
+// time are slow.
 constexpr std::uint32_t kFirst = 4;
+// How many times as fast as ordinary stores are those past the caches that are worth it.
+constexpr double kWorthIt = 2;
 // By which factor one copy can make a rate slower: the system may have stopped this rank meanwhile.
 constexpr double kSlower = 1.25;
 
@@ -20,9 +23,9 @@ int floor_log2(std::size_t bytes) { return 63 - __builtin_clzll(bytes); }
 }  // namespace
 
 bool CopyRates::past_caches() const {
-  if (copies_ < kFirst) return copies_ % 2 != 0;
-  const bool faster = past_caches_ < ordinary_;
-  return copies_ % kTries == 0 ? !faster : faster;
+  if (copies_ < kFirst) return copies_ == 1 || copies_ == 2;
+  const bool worth_it = past_caches_ * kWorthIt < ordinary_;
+  return copies_ % kTries == 0 ? !worth_it : worth_it;
 }
 
 void CopyRates::took(bool past_caches, double ns_per_byte) {
@@ -31,11 +34,11 @@ void CopyRates::took(bool past_caches, double ns_per_byte) {
   ++copies_;
 }
 
-void Filling::copy(void* dst, const void* src, std::size_t bytes) {
+void Filler::copy(void* dst, const void* src, std::size_t bytes) {
   if (bytes == 0) return;  // what is empty may have no address
   const int size = floor_log2(bytes) - kSmallestLog2;
-  if (!kHasStreamingStores || size < 0) return copy_bytes(dst, src, bytes);
-  CopyRates& rates = rates_[static_cast<std::size_t>(std::min(size, kSizes - 1))];
+  if (!kHasStreamingStores || size < 0 || size >= kSizes) return copy_bytes(dst, src, bytes);
+  CopyRates& rates = rates_[static_cast<std::size_t>(size)];
   const bool past_caches = rates.past_caches();
   const Clock::time_point start = Clock::now();
   (past_caches ? copy_past_caches : copy_bytes)(dst, src, bytes);

@@ -1,6 +1,6 @@
-// Filling copies what memcpy would, by either way; CopyRates chooses the faster way, whatever a
+// Filler copies what memcpy would, by either way; CopyRates chooses the faster way, whatever a
 // single copy took.
-#include "comm/filling.h"
+#include "comm/filler.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -28,7 +28,7 @@ void copies_are_whole() {
   std::mt19937 random(kSeed);
   const std::vector<std::size_t> lengths{0, 1, 63, 8191, 8192, 8193, 70001, (1 << 20) + 65};
   for (const std::size_t length : lengths) {
-    Filling filling;
+    Filler filler;
     std::vector<unsigned char> source(length + 64);
     const int rounds = length > 100000 ? 5 : 140;
     for (int round = 0; round < rounds; ++round) {
@@ -37,11 +37,11 @@ void copies_are_whole() {
       const auto to = static_cast<std::ptrdiff_t>(random() % 64);
       std::vector<unsigned char> destination(length + 64, 7), wanted = destination;
       std::copy_n(source.begin() + from, length, wanted.begin() + to);
-      filling.copy(destination.data() + to, source.data() + from, length);
+      filler.copy(destination.data() + to, source.data() + from, length);
       require(destination == wanted, "a copy is whole, and touches nothing else");
     }
   }
-  Filling{}.copy(nullptr, nullptr, 0);
+  Filler{}.copy(nullptr, nullptr, 0);
 }
 
 void copies_past_caches_are_whole() {
@@ -72,8 +72,8 @@ void the_faster_way_is_taken() {
   constexpr int kTries = CopyRates::kTries;
   CopyRates far;
   require(past_caches_of(far, 4, 10, 1.5) == 2, "each way is tried twice at first");
-  require(past_caches_of(far, 10 * kTries, 10, 1.5) == 9 * kTries + 54,
-          "one of 64 copies goes the slower way");
+  require(past_caches_of(far, 10 * kTries, 10, 1.5) == 10 * (kTries - 1),
+          "one of so many copies goes the slower way");
   CopyRates near;
   past_caches_of(near, 4, 1.2, 1.6);
   require(past_caches_of(near, 10 * kTries, 1.2, 1.6) == 10, "near cores store in order");
@@ -81,6 +81,9 @@ void the_faster_way_is_taken() {
   require(past_caches_of(near, kTries, 10, 1.5) == kTries - 1, "it follows when cores become far");
   past_caches_of(near, 2 * kTries, 1.2, 1.6);
   require(past_caches_of(near, kTries, 1.2, 1.6) == 1, "it follows when cores become near");
+  CopyRates hardly;
+  past_caches_of(hardly, 4, 1.8, 1);
+  require(past_caches_of(hardly, kTries, 1.8, 1) == 1, "the gain has to be clear");
 }
 
 void one_slow_copy_changes_nothing() {
