@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 // time are slow.
 constexpr std::uint32_t kFirst = 4;
 // How many times as fast as ordinary stores are those past the caches that are worth it.
-constexpr double kWorthIt = 2;
+constexpr double kWorthIt = 1.5;
 // By which factor one copy can make a rate slower: the system may have stopped this rank meanwhile.
 constexpr double kSlower = 1.25;
 

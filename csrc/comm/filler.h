@@ -16,7 +16,7 @@
 namespace shardcomm {
 
 // The rates of both ways, for copies of about one size, and which way the next copy goes: past the
-// caches if that takes less than half of the time. For the rank that reads then may have to go to
+// caches if ordinary stores take half as long again. For the rank that reads then may have to go to
 // memory, where it would find what was stored last in the caches of a core that is near.
 class CopyRates {
  public:
