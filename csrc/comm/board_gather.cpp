@@ -151,8 +151,8 @@ void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t co
       return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
-      if (rank_ == root)
-        executor_->fill(channel.filler, stage(channel, root), part(chunk), length(chunk), nullptr);
+      if (rank_ != root) return;
+      executor_->fill(channel.filler, stage(channel, root), part(chunk), length(chunk), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       if (rank_ == root || shared) return;

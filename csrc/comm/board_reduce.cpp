@@ -180,7 +180,8 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
 }
 
 // Rank r reduces share r of all buffers into its own, which no other rank reads in that phase; then
-// all copy. The other ranks have read, or will read, whatever is written: on a host by `filling`.
+// all copy. Other ranks' cores hold the lines of all that is written, so that it is filled as areas
+// are: on a host by pieces, which are reduced beside it first.
 void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
                                           std::int64_t count, RedOp op, NativeStream stream) {
   const Shares shares(count, size_);

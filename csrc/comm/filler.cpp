@@ -10,8 +10,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Each way is tried twice at first, inner and outer turns: copies that come to pages for the first
-// time are slow.
+// At first each way is tried twice, ordinary stores in the first and the fourth copy: a copy that
+// comes to pages for the first time is slow, and must not decide.
 constexpr std::uint32_t kFirst = 4;
 // How many times as fast as ordinary stores are those past the caches that are worth it.
 constexpr double kWorthIt = 1.5;

@@ -40,9 +40,9 @@ class Filler {
   void copy(void* dst, const void* src, std::size_t bytes);
 
  private:
-  // Of fewer bytes, reading the clock takes too long. More than an area has are not timed.
+  // Of fewer bytes, reading the clock takes too long. More are for no cache (kStreamingRunBytes).
   static constexpr int kSmallestLog2 = 13;
-  static constexpr int kSizes = 8;
+  static constexpr int kSizes = 9;
 
   std::array<CopyRates, kSizes> rates_;
 };

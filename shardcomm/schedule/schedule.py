@@ -26,7 +26,7 @@ An example: a root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``pre
     end_of_backward          .   .   .  wait_reduce 1, wait_reduce 0
 
 The middle columns show what each slot holds once the actions are issued: ``>2`` is unit 2 on its way, ``2`` is the unit
-ready to use, and ``.`` is a free slot. Unit 2 travels while unit 1 computes, and so on. A trigger waits once all its
+ready to use, and ``.`` is a free slot. Unit 2 travels while unit 1 computes, and so on. A trigger waits after all its
 gathers are issued: if unit 1 is still on its way, unit 2 is queued behind unit 1 before computation stands still. Units
 2 and 3 are the last of the forward. No other unit needs their slots before their backward, so that they stay, and only
 unit 1 is gathered twice.
