@@ -1,11 +1,13 @@
 // Groups of several hosts, in C.
 #include "shardcomm/hosts.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "abi/arguments.h"
 #include "abi/handles.h"
@@ -21,6 +23,14 @@ using shardcomm::abi::options_of;
 using shardcomm::abi::required;
 
 namespace {
+
+void join(shc_comm** comm, shc_comm* on_host, std::unique_ptr<Across> across, int host, int hosts) {
+  shc_comm*& result = required(comm, "comm");
+  const shc_comm& known = checked(on_host, "on_host");
+  hand_over(result,
+            std::make_unique<shc_comm>(
+                shardcomm::make_hosts(known.comm, std::move(across), host, hosts), known.device));
+}
 
 // What a C program's functions do.
 class Functions final : public Across {
@@ -77,10 +87,15 @@ shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_acr
     required(given.all_to_all, "across->all_to_all");
     required(given.broadcast, "across->broadcast");
     auto functions = std::make_unique<Functions>(given);
-    shc_comm*& result = required(comm, "comm");
-    const shc_comm& known = checked(on_host, "on_host");
-    hand_over(result, std::make_unique<shc_comm>(
-                          shardcomm::make_hosts(known.comm, std::move(functions), host, hosts),
-                          known.device));
+    join(comm, on_host, std::move(functions), host, hosts);
+  });
+}
+
+shc_status shc_comm_init_hosts_over_sockets(shc_comm** comm, shc_comm* on_host, const int* sockets,
+                                            int host, int hosts) {
+  return guarded("shc_comm_init_hosts_over_sockets", [&] {
+    const int* first = &required(sockets, "sockets");
+    const std::vector<int> given(first, first + 2 * std::max(hosts, 0));
+    join(comm, on_host, shardcomm::make_sockets(given, host, hosts), host, hosts);
   });
 }

@@ -46,13 +46,6 @@ void bind_comm(py::module_& m) {
         return view;
       });
 
-  m.def(
-      "bytes_at",
-      [](std::uintptr_t address, std::size_t nbytes) {
-        return as_dlpack(pointer(address), nbytes);
-      },
-      py::arg("address"), py::arg("nbytes"));
-
   using Comm = std::shared_ptr<Communicator>;
   py::class_<Communicator, Comm>(m, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)

@@ -57,6 +57,6 @@ struct ExchangeApi {
 }  // namespace dlpack
 
 // `owner` goes with the tensor, on whatever thread that is; with none, the caller keeps the memory.
-py::capsule as_dlpack(void* data, std::size_t bytes, std::shared_ptr<void> owner = nullptr);
+py::capsule as_dlpack(void* data, std::size_t bytes, std::shared_ptr<void> owner);
 
 }  // namespace shardcomm::bindings

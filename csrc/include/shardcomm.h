@@ -408,6 +408,13 @@ typedef struct shc_across {
 SHC_API shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
                                        int host, int hosts);
 
+// The same over connected stream sockets, such as TCP's: sockets[h] and sockets[hosts + h] lead to
+// the rank with this one's index on host h, and those of this host are not looked at. The group
+// closes them at its end. If this function fails, they are closed, unless it is `sockets`, `host`
+// or `hosts` that was refused.
+SHC_API shc_status shc_comm_init_hosts_over_sockets(shc_comm** comm, shc_comm* on_host,
+                                                    const int* sockets, int host, int hosts);
+
 // Leaves the group, once no collective, operation, memory or request refers to it any more. Destroy
 // requests before, also those that have ended: until this rank leaves, the others wait for it.
 SHC_API void shc_comm_destroy(shc_comm* comm);

@@ -233,6 +233,12 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
         })),
         rank_(host * on_host.size() + on_host.rank()),
         size_(hosts * on_host.size()) {}
+  Comm(const Comm& on_host, const int* sockets, int host, int hosts)
+      : Handle(made<shc_comm>([&](auto* comm) {
+          return shc_comm_init_hosts_over_sockets(comm, on_host.get(), sockets, host, hosts);
+        })),
+        rank_(host * on_host.size() + on_host.rank()),
+        size_(hosts * on_host.size()) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -11,11 +11,11 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "across.h"
 #include "backend.h"
 #include "failed.h"
 
@@ -75,19 +75,19 @@ PYBIND11_MODULE(shardcomm_torch, m) {
 
   m.def(
       "join_hosts",
-      [](std::uintptr_t on_host, shardcomm_torch::GlooAcross::Gloo gathers,
-         shardcomm_torch::GlooAcross::Gloo reduces, int host, int hosts) {
+      [](std::uintptr_t on_host, const std::vector<int>& sockets, int host) {
         const shardcomm_torch::OthersRun others_run;
+        const std::unique_ptr<shc_comm, void (*)(shc_comm*)> owner(
+            reinterpret_cast<shc_comm*>(on_host), shc_comm_destroy);
+        const int hosts = static_cast<int>(sockets.size() / 2);
         shc_comm* comm = nullptr;
         shardcomm_torch::interruptibly([&] {
-          comm = shardcomm_torch::GlooAcross::join(reinterpret_cast<shc_comm*>(on_host),
-                                                   std::move(gathers), std::move(reduces), host,
-                                                   hosts);
+          shc::check(
+              shc_comm_init_hosts_over_sockets(&comm, owner.get(), sockets.data(), host, hosts));
         });
         return reinterpret_cast<std::uintptr_t>(comm);
       },
-      py::arg("on_host"), py::arg("gathers"), py::arg("reduces"), py::arg("host"),
-      py::arg("hosts"));
+      py::arg("on_host"), py::arg("sockets"), py::arg("host"));
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init(&make), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("comm"),
            py::arg("gloo"), py::arg("reason"))

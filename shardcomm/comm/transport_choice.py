@@ -14,9 +14,10 @@ from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.core import CoreCommunicator
-from shardcomm.comm.hosts import GroupAcross, Place, place_of
+from shardcomm.comm.hosts import Place, place_of
 from shardcomm.comm.introduction import Introduction, introduce, watch
 from shardcomm.comm.words import CtaPolicy, Sums, Transport
+from shardcomm.meeting.connections import connect
 from shardcomm.meeting.exchange import Exchange
 
 # Makes two groups of these ranks, of which this rank is one: for gathers, and for reduces. Collective among them.
@@ -130,9 +131,7 @@ def _on_cpus(
     members = list(range(exchange.size)) if isinstance(place, str) else place.on_host
     core, reason = _share_memory(exchange, everybody, unwatched, members, sums)
     if core is not None:
-        return CoreCommunicator(
-            core if isinstance(place, str) else _join(exchange, core, place, groups)
-        )
+        return CoreCommunicator(core if isinstance(place, str) else _join(exchange, core, place))
     if sums == "exact":
         raise SharedMemoryError(f"sums is 'exact', which needs 'shm', but {reason}; use 'fast'")
     if transport in ("shm", "hosts"):
@@ -141,12 +140,10 @@ def _on_cpus(
     return _over_groups(exchange, _CPU, groups, reason)
 
 
-def _join(
-    exchange: Exchange, on_host: _C.Communicator, place: Place, groups: MakeGroups
-) -> _C.Communicator:
+def _join(exchange: Exchange, on_host: _C.Communicator, place: Place) -> _C.Communicator:
     """Joins the hosts; collective."""
-    across = GroupAcross(*exchange.wait_for(lambda: groups(place.across)))
-    return _C.make_hosts(on_host, across, place.host, place.hosts)
+    sockets = connect(exchange, place.across)
+    return _C.make_hosts(on_host, sockets, place.host, place.hosts)
 
 
 def _share_memory(

@@ -27,7 +27,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 import shardcomm_autoload
 from shardcomm._C import CommError
+from shardcomm.comm import introduction
 from shardcomm.comm.c10d import C10dCommunicator
+from shardcomm.comm.hosts import Place, place_of
 from shardcomm.comm.receipt import Receipt
 from shardcomm.comm.rendezvous import backend_of
 from shardcomm.comm.transport_choice import choose_transport
@@ -36,6 +38,7 @@ from shardcomm.files.installed import get_library_dir
 from shardcomm.interop import c_library
 from shardcomm.interop.c_library import SHM, CLibrary, loaded_everywhere
 from shardcomm.meeting.comm_error import like
+from shardcomm.meeting.connections import connect
 from shardcomm.meeting.exchange import Exchange
 
 NAME = "shardcomm"
@@ -90,7 +93,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         raise ValueError(f"the backend {NAME!r}: timeout is {timeout}; it must be more than 0")
     # A program may destroy its groups and make new ones over one store, in which the old groups' keys still are.
     store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
-    carriers: tuple[ProcessGroupGloo, ...] = ()  # the groups that carry bytes for `comm`
+    carriers: tuple[ProcessGroupGloo, ...] = ()  # of all ranks, where `comm` is no faster one
 
     def gloo_of(ranks: Sequence[int], use: str) -> ProcessGroupGloo:
         prefix = f"gloo/{use} of {ranks[0]}"
@@ -112,15 +115,15 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         )
         if isinstance(comm, C10dCommunicator):
             return module.Backend(rank, size, timeout, 0, carriers[0], comm.reason)
-        hosts = carriers[0].size() if carriers else 1
-        local = size // hosts
-        first = rank // local * local
-        on_host = range(first, first + local)
-        handle = library.connect(comm, SHM, -1, deadline_s, on_host).value
-        if hosts == 1:
+        if comm.transport != "hosts":
+            handle = library.connect(comm, SHM, -1, deadline_s, range(size)).value
             return module.Backend(rank, size, timeout, handle, None, "")
+        hosts = exchange(introduction.host_identity().encode())
+        place = place_of(rank, hosts)
+        assert isinstance(place, Place)  # as `comm` says
+        handle = library.connect(comm, SHM, -1, deadline_s, place.on_host).value
         gloo = exchange.wait_for(lambda: gloo_of(range(size), "the rest"))
-        handle = module.join_hosts(handle, *carriers, carriers[0].rank(), hosts)
+        handle = module.join_hosts(handle, connect(exchange, place.across), place.host)
         return module.Backend(rank, size, timeout, handle, gloo, "the ranks are on several hosts")
 
 

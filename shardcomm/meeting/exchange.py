@@ -67,7 +67,7 @@ class Exchange:
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
         """The processes whose death ends a wait, by rank. `comm.introduction` fills it."""
-        self._store = store
+        self.store = store  # `meeting.connections` asks where it is
         self._name = name
         self._rounds = itertools.count()
         self._gave_up: CommError | None = None  # the error of another rank, when it was heard
@@ -151,7 +151,7 @@ class Exchange:
     def _listen(self, over: threading.Event) -> None:
         """Until `over`, listens whether another rank gives up. It cannot do so over a store that cannot be cloned."""
         # On a connection of its own: while torch waits for a key, torch's connection answers nobody else.
-        self._store = self._store.clone()  # type: ignore[attr-defined]
+        self.store = self.store.clone()  # type: ignore[attr-defined]
         while self._gave_up is None:
             last = over.is_set()
             if (word := self._read(f"{self._name}/failed")) is not None:
@@ -216,11 +216,11 @@ class Exchange:
     def _post(self, key: str, word: bytes) -> bytes:
         """Writes `word`, unless a word is there already; returns the word that is there afterwards."""
         sealed = (_HEADER + self._seal(key, word) + word).hex()
-        return self._opened(key, self._store.compare_set(key, "", sealed))
+        return self._opened(key, self.store.compare_set(key, "", sealed))
 
     def _read(self, key: str) -> bytes | None:
         """The word that is there, or None. It takes one question, where `check` and `get` would take three."""
-        value = self._store.compare_set(key, _NOTHING, _NOTHING)
+        value = self.store.compare_set(key, _NOTHING, _NOTHING)
         # For a store an empty value is none: the rank's own word replaces it.
         return None if value in (b"", _NOTHING.encode()) else self._opened(key, value)
 

@@ -1,7 +1,10 @@
 // Groups of several hosts from C. The hosts' ranks are threads here, and what goes between hosts
 // are groups of threads, too.
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "check.h"
 
@@ -200,6 +203,47 @@ static void join_and_run(shc_comm* all) {
   for (int channel = 0; channel < 2; ++channel) shc_comm_destroy(links.channels[channel]);
 }
 
+static int pairs[kRanks][2][2];  // of each index, for each channel
+
+static void make_pairs(void) {
+  for (int index = 0; index < kRanks; ++index) {
+    for (int channel = 0; channel < 2; ++channel) {
+      require(socketpair(AF_UNIX, SOCK_STREAM, 0, pairs[index][channel]) == 0, "a pair");
+    }
+  }
+}
+
+static void join_by_sockets(shc_comm* all) {
+  const int rank = rank_of(all);
+  const int host = rank / kRanks;
+  const int index = rank % kRanks;
+  shc_comm* on_host = part_of(all, 10 + host, index, kRanks);
+  int sockets[2 * kHosts] = {-1, -1, -1, -1};
+  for (int channel = 0; channel < 2; ++channel) {
+    sockets[channel * kHosts + 1 - host] = pairs[index][channel][host];
+  }
+  shc_comm* comm = NULL;
+  refused(shc_comm_init_hosts_over_sockets(&comm, on_host, NULL, host, kHosts),
+          SHC_INVALID_ARGUMENT, "sockets is NULL");
+  refused(shc_comm_init_hosts_over_sockets(&comm, on_host, sockets, 1 - host, kHosts),
+          SHC_INVALID_ARGUMENT, "] is -1, which is no connected stream socket");
+  refused(shc_comm_init_hosts_over_sockets(&comm, on_host, sockets, host, -1), SHC_INVALID_ARGUMENT,
+          "of -1; there must be at least 2");
+  ok(shc_comm_init_hosts_over_sockets(&comm, on_host, sockets, host, kHosts));
+  shc_comm_destroy(on_host);
+  require(rank_of(comm) == rank && size_of(comm) == kAll, "numbers of all hosts");
+  every_collective(comm, rank);
+  coded_sums(comm);
+  ok(shc_barrier(all, 0, NULL));
+  if (rank == 1) shc_comm_close(comm);
+  require(rank == 1 || shc_barrier(comm, 0, NULL) == SHC_COMM_ERROR, "the others hear of it");
+  shc_comm_destroy(comm);
+  ok(shc_barrier(all, 0, NULL));
+  for (int channel = 0; channel < 2; ++channel) {
+    require(fcntl(pairs[index][channel][host], F_GETFD) == -1, "the group has closed it");
+  }
+}
+
 static void a_rank_alone_on_its_host_is_refused(shc_comm* alone) {
   struct links links = {{NULL, NULL}, 0, 0, -1};
   shc_across across = SHC_ACROSS_INIT;
@@ -214,6 +258,8 @@ static void a_rank_alone_on_its_host_is_refused(shc_comm* alone) {
 
 int main(void) {
   on_threads(kAll, join_and_run);
+  make_pairs();
+  on_threads(kAll, join_by_sockets);
   on_threads(1, a_rank_alone_on_its_host_is_refused);
   return 0;
 }

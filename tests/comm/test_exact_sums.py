@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import random
+import socket
 from fractions import Fraction
 from typing import Any, cast
 
@@ -275,8 +276,10 @@ def test_what_has_no_exact_sums_refuses_them() -> None:
         Communicator.local_group(2, sums="precise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sums is 'exact', but transport is 'hosts'"):
         Communicator.from_env(sums="exact", transport="hosts")
+    on_host = _C.make_local_group(2, 60.0, -1, True)[0]
+    sockets = [end.detach() for _ in range(2) for end in socket.socketpair()]
     with pytest.raises(ValueError, match="on_host has exact sums, and hosts exchange rounded ones"):
-        _C.make_hosts(_C.make_local_group(2, 60.0, -1, True)[0], object(), 0, 2)
+        _C.make_hosts(on_host, sockets, 0, 2)
 
 
 def test_rows_and_columns_refuse_them() -> None:

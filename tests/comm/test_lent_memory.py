@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from support import interpreters
 
 # A thread that knows nothing of Python calls DLPack's deleter, while the thread that waits for it holds Python's lock.
@@ -13,9 +11,8 @@ import ctypes
 import shardcomm
 from shardcomm import _C
 
-own = ctypes.create_string_buffer(64)
 comm = shardcomm.Communicator.local_group(1)[0]
-capsule = {capsule}
+capsule = comm._core.allocate(64, _C.Use.gather).as_dlpack()
 python = ctypes.pythonapi  # calls of a PyDLL keep the lock
 python.PyCapsule_GetPointer.restype = ctypes.c_void_p
 python.PyCapsule_GetPointer.argtypes = ctypes.py_object, ctypes.c_char_p
@@ -31,14 +28,6 @@ assert system.pthread_join(thread, None) == 0
 """
 
 
-@pytest.mark.parametrize(
-    "capsule",
-    [
-        "_C.bytes_at(ctypes.addressof(own), 64)",
-        "comm._core.allocate(64, _C.Use.gather).as_dlpack()",
-    ],
-    ids=["borrowed", "communication-memory"],
-)
-def test_a_thread_without_pythons_lock_drops_it(capsule: str) -> None:
-    ended = interpreters.run(DROPPED_BY_ANOTHER_THREAD.format(capsule=capsule))
+def test_a_thread_without_pythons_lock_drops_it() -> None:
+    ended = interpreters.run(DROPPED_BY_ANOTHER_THREAD)
     assert ended.returncode == 0, ended.stderr

@@ -1,8 +1,11 @@
-// Collectives of several hosts. The ranks are threads here, and so are those that exchange between
-// hosts. Expected values are computed from what each rank is known to send.
+// Collectives of several hosts, which are threads here, joined by pairs of sockets. Expected values
+// are computed from what each rank is known to send.
 //
 //   hosts_test [SEED]
 #include "shardcomm/hosts.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -71,48 +74,40 @@ float tree(int first, int count, const std::function<float(int)>& at) {
   return tree(first, lower, at) + tree(first + lower, count - lower, at);
 }
 
-// Through a communicator of threads for each channel.
-class Threads final : public Across {
- public:
-  Threads(std::shared_ptr<Communicator> gathers, std::shared_ptr<Communicator> reduces)
-      : comms_{std::move(gathers), std::move(reduces)} {}
-  void all_gather(int channel, const void* send, void* recv, std::size_t bytes) override {
-    comm(channel).all_gather(send, DType::u8, recv, DType::u8, static_cast<std::int64_t>(bytes));
-  }
-  void all_to_all(int channel, const void* send, void* recv, std::size_t bytes) override {
-    const Parts parts(static_cast<std::int64_t>(bytes));
-    comm(channel).all_to_all(send, parts, recv, parts, DType::u8);
-  }
-  void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
-    comm(channel).broadcast(buffer, DType::u8, static_cast<std::int64_t>(bytes), root);
-  }
-  void leave() noexcept override {
-    for (const auto& comm : comms_) comm->abort("the lead has left");
-  }
+constexpr int kChannels = 2;
 
- private:
-  Communicator& comm(int channel) { return *comms_[static_cast<std::size_t>(channel)]; }
-  std::vector<std::shared_ptr<Communicator>> comms_;
-};
+// For each rank of all hosts what make_sockets takes.
+std::vector<std::vector<int>> joined(int hosts, int local) {
+  const auto place = [&](int channel, int host) {
+    return static_cast<std::size_t>(channel * hosts + host);
+  };
+  std::vector<std::vector<int>> sockets(static_cast<std::size_t>(hosts * local),
+                                        std::vector<int>(place(kChannels, 0), -1));
+  for (int i = 0; i < local; ++i) {
+    for (int host = 0; host < hosts; ++host) {
+      for (int other = 0; other < host; ++other) {
+        for (int channel = 0; channel < kChannels; ++channel) {
+          int pair[2];
+          require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "a pair");
+          sockets[static_cast<std::size_t>(host * local + i)][place(channel, other)] = pair[0];
+          sockets[static_cast<std::size_t>(other * local + i)][place(channel, host)] = pair[1];
+        }
+      }
+    }
+  }
+  return sockets;
+}
 
 using Body = std::function<void(Communicator&)>;
 
 void on_hosts(int hosts, int local, const Body& body, double deadline_s = ranks::kLongS) {
-  std::vector<std::vector<std::shared_ptr<Communicator>>> slices[2];
-  for (auto& channel : slices) {
-    for (int i = 0; i < local; ++i) channel.push_back(make_local_group(hosts, {ranks::kLongS}));
-  }
+  const auto sockets = joined(hosts, local);
   std::vector<std::thread> threads;
   for (int host = 0; host < hosts; ++host) {
-    const auto group = make_local_group(local, {deadline_s});
-    for (int i = 0; i < local; ++i) {
-      const auto at = [&](int channel) {
-        return slices[channel][static_cast<std::size_t>(i)][static_cast<std::size_t>(host)];
-      };
-      auto across = std::make_unique<Threads>(at(0), at(1));
-      threads.emplace_back([&body, host, hosts, own = group[static_cast<std::size_t>(i)],
-                            across = std::move(across)]() mutable {
-        body(*make_hosts(own, std::move(across), host, hosts));
+    for (const auto& own : make_local_group(local, {deadline_s})) {
+      const auto& leading = sockets[static_cast<std::size_t>(host * local + own->rank())];
+      threads.emplace_back([&body, &leading, host, hosts, own] {
+        body(*make_hosts(own, make_sockets(leading, host, hosts), host, hosts));
       });
     }
   }
@@ -249,6 +244,12 @@ void windows_are_broadcast(Communicator& comm, int local, std::int64_t count) {
   }
 }
 
+// Whether that is what ranks hear which exchange with one that has failed, or with one of its host.
+bool has_left(const std::string& text) {
+  return text.find("has closed the connection") != std::string::npos ||
+         text.find("Broken pipe") != std::string::npos;
+}
+
 void places_in_a_window_must_be_one() {
   std::atomic<int> told{0};  // others may hear first that a rank has left
   on_hosts(2, 2, [&](Communicator& comm) {
@@ -257,7 +258,7 @@ void places_in_a_window_must_be_one() {
     const CommError error = error_of([&] { comm.broadcast(own, DType::f32, 1, 0); });
     const std::string text = error.what();
     const bool is_told = text.find("it must be one place for all") != std::string::npos;
-    require(is_told || text.find("has left") != std::string::npos, text);
+    require(is_told || has_left(text), text);
     told += is_told ? 1 : 0;
   });
   require(told > 0, "why");
@@ -292,8 +293,8 @@ void different_calls_end_on_all_ranks() {
                                  comm.barrier();
                                }).what();
       const bool is_with = comm.rank() / 2 == other / 2;
-      require(text.find(is_with ? "all_reduce(f32, count 5, sum)" : "the lead has left") !=
-                  std::string::npos,
+      require(is_with ? text.find("all_reduce(f32, count 5, sum)") != std::string::npos
+                      : has_left(text),
               text);
       require(error_of([&] { comm.barrier(); }).what() != nullptr, "it stays so");
     });
@@ -336,26 +337,60 @@ void hosts_that_do_not_come_are_late() {
 }
 
 void hosts_with_one_number_are_refused() {
-  const auto first = make_local_group(2), second = make_local_group(2);
-  std::vector<std::shared_ptr<Communicator>> across[2][2];
-  for (auto& index : across) {
-    for (auto& channel : index) channel = make_local_group(2);
-  }
+  const std::vector<std::shared_ptr<Communicator>> groups[] = {make_local_group(2),
+                                                               make_local_group(2)};
+  const auto sockets = joined(2, 2);
   std::vector<std::thread> threads;
-  for (int r = 0; r < 4; ++r) {
+  for (std::size_t r = 0; r < 4; ++r) {
     threads.emplace_back([&, r] {
-      const auto host = static_cast<std::size_t>(r / 2), index = static_cast<std::size_t>(r % 2);
-      const auto& group = host == 0 ? first : second;
       const CommError error = error_of([&] {
-        make_hosts(group[index],
-                   std::make_unique<Threads>(across[index][0][host], across[index][1][host]), 0, 2);
+        std::vector<int> as_of_host_0 = sockets[r];
+        if (r / 2 == 1) as_of_host_0 = {-1, sockets[r][0], -1, sockets[r][2]};
+        make_hosts(groups[r / 2][r % 2], make_sockets(as_of_host_0, 0, 2), 0, 2);
       });
-      require(std::string(error.fault().kind) == "mismatch" ||
-                  std::string(error.what()).find("lead has left") != std::string::npos,
+      require(std::string(error.fault().kind) == "mismatch" || has_left(error.what()),
               error.what());
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// Rank 0 has gone on before rank 2 comes, whose words it does not wait for any more.
+void a_rank_that_closes_ends_the_calls_of_its_counterparts() {
+  std::promise<void> closed;
+  on_hosts(2, 2, [&](Communicator& comm) {
+    comm.barrier();
+    if (comm.rank() == 0) {
+      comm.close();
+      return closed.set_value();
+    }
+    if (comm.rank() == 2) closed.get_future().wait();
+    const CommError error = error_of([&] { comm.barrier(); });
+    require(error.what() != std::string(), "it hears of it");
+    if (comm.rank() == 2) {
+      ranks::require_text(error.what(), {"rank 2, in barrier(", "lost the ranks of other hosts",
+                                         "rank 0 of host 0: "});
+      require(has_left(error.what()), error.what());
+    }
+  });
+}
+
+void what_are_no_sockets_are_refused() {
+  int pair[2];
+  require(socketpair(AF_UNIX, SOCK_DGRAM, 0, pair) == 0, "a pair");
+  const auto refused = [&](const std::vector<int>& sockets, int host, int hosts) -> std::string {
+    try {
+      make_sockets(sockets, host, hosts);
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  ranks::require_text(refused({-1, pair[0]}, 0, 2), {"sockets has 2 entries; it must have 4"});
+  ranks::require_text(refused({-1, 1 << 20, -1, pair[0]}, 0, 2), {"sockets[1] is 1048576, which"});
+  ranks::require_text(refused({-1, pair[0], -1, pair[0]}, 0, 2), {"sockets[1] is", "no connected"});
+  ranks::require_text(refused({-1, pair[0]}, 0, 1), {"host is 0 of 1; there must be at least 2"});
+  require(close(pair[0]) == 0 && close(pair[1]) == 0, "they are still open");
 }
 
 void what_is_not_there_says_so() {
@@ -409,6 +444,8 @@ int main(int argc, char** argv) {
   ranks_are_called_by_their_numbers_of_all_hosts();
   hosts_that_do_not_come_are_late();
   hosts_with_one_number_are_refused();
+  a_rank_that_closes_ends_the_calls_of_its_counterparts();
+  what_are_no_sockets_are_refused();
   what_is_not_there_says_so();
   std::puts("hosts_test: ok");
 }

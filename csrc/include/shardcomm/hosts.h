@@ -1,6 +1,6 @@
 // Collectives of several hosts with equally many ranks each. On a host the ranks share memory;
 // between hosts each rank leads for the ranks with its own index on the other hosts, through
-// whatever the caller has there: a ProcessGroup of torch, MPI, or any other.
+// sockets, or whatever the caller has there, such as MPI.
 //
 //   host A: ranks 0 1 2     0 and 3 exchange the bytes that ranks 0 and 3 have, 1 and 4 theirs, ...
 //   host B: ranks 3 4 5     so each byte enters a host once, and all ranks' links are in use
@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 #include "shardcomm/communicator.h"
 
@@ -30,6 +31,12 @@ class Across {
   // calls with it throw, if that can be done. Any thread may call it, more than once.
   virtual void leave() noexcept = 0;
 };
+
+// Carries bytes through connected stream sockets. sockets[channel * hosts + h] leads to the rank
+// with this one's index on host h; entries of this host are not looked at. It closes the sockets
+// when it is destroyed. Throws std::invalid_argument, and closes none, if they are not such
+// sockets.
+std::unique_ptr<Across> make_sockets(std::vector<int> sockets, int host, int hosts);
 
 // Makes a communicator of `hosts` times `on_host->size()` ranks, in which this rank's number is
 // host * on_host->size() + on_host->rank(). `on_host` is a communicator of shm, or of local on a
