@@ -56,7 +56,7 @@ struct ExchangeApi {
 
 }  // namespace dlpack
 
-// `owner` goes with the tensor, on whatever thread that is; with none, the caller keeps the memory.
+// `owner` goes with the tensor, on whatever thread that is.
 py::capsule as_dlpack(void* data, std::size_t bytes, std::shared_ptr<void> owner);
 
 }  // namespace shardcomm::bindings
