@@ -95,7 +95,7 @@ shc_status shc_comm_init_hosts_over_sockets(shc_comm** comm, shc_comm* on_host, 
                                             int host, int hosts) {
   return guarded("shc_comm_init_hosts_over_sockets", [&] {
     const int* first = &required(sockets, "sockets");
-    const std::vector<int> given(first, first + 2 * std::max(hosts, 0));
+    const std::vector<int> given(first, first + 2 * std::ptrdiff_t{std::max(hosts, 0)});
     join(comm, on_host, shardcomm::make_sockets(given, host, hosts), host, hosts);
   });
 }

@@ -209,12 +209,12 @@ void HostsCommunicator::finish_greeting(Lane& lane) {
     const Hello& other = lane.hellos[static_cast<std::size_t>(host)];
     if (!is_the_rank_of(other, host)) {
       on_host_->refuse(lane.channel,
-                       "what joins the hosts has rank " + std::to_string(other.rank) + " of " +
-                           std::to_string(other.size) + " in place " + std::to_string(host) +
+                       "what leads to host " + std::to_string(host) + " leads to rank " +
+                           std::to_string(other.rank) + " of " + std::to_string(other.size) +
                            ", where rank " + std::to_string(rank_at(host, index())) + " of " +
                            std::to_string(size()) +
-                           " belongs: its members are the ranks with one index, in the order of "
-                           "their hosts' numbers");
+                           " belongs: the ranks with one index exchange with each other, in the "
+                           "order of their hosts' numbers");
     }
     check_same(lane, other.call, rank_at(host, index()));
   }
@@ -237,7 +237,7 @@ void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
 std::shared_ptr<Event> HostsCommunicator::enqueue(Lane& lane, Crossing crossing) {
   lane.worker->enqueue(
       [this, &lane, crossing = std::move(crossing), deadline_s = thread_deadline_s](NativeStream) {
-        thread_deadline_s = deadline_s;  // what crosses (Gloo, MPI) reads it
+        thread_deadline_s = deadline_s;  // what crosses, such as MPI, reads it
         cross(lane, crossing);
       });
   return lane.worker->record();
@@ -378,8 +378,7 @@ void HostsCommunicator::run_reduce(const void*, void*, DType, std::int64_t, RedO
 
 void HostsCommunicator::refuse(const char* operation) const {
   throw std::invalid_argument(std::string("transport 'hosts' has no ") + operation +
-                              "; call that of what joins the hosts, such as torch.distributed's "
-                              "over Gloo, or MPI's");
+                              "; call torch.distributed's, over Gloo, or MPI's");
 }
 
 }  // namespace shardcomm

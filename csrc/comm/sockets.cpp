@@ -9,15 +9,47 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 
+#include "stream/fork.h"
+
 namespace shardcomm {
 namespace {
 
 constexpr int kChannels = 2;
+
+// A connection is looked after while nothing crosses: so it stays known to what forgets idle ones
+// on the way, and the end of a host without a word is noticed after two minutes.
+constexpr int kIdleS = 60, kBetweenProbesS = 10, kProbes = 6;
+
+// The descriptors of all sockets. A forked child closes its copies: while it kept them, other hosts
+// would not hear of this process's end.
+struct Descriptors {
+  std::mutex mutex;
+  std::set<int> open;
+};
+
+// Never destroyed: a socket may outlive what is destroyed while the process ends.
+Descriptors& descriptors() {
+  static Descriptors& only = *new Descriptors;
+  return only;
+}
+
+void close_in_child() {
+  for (const int fd : descriptors().open) close(fd);
+  descriptors().open.clear();
+  descriptors().mutex.unlock();
+}
+
+const bool closing_in_children = [] {
+  at_fork([] { descriptors().mutex.lock(); }, [] { descriptors().mutex.unlock(); }, close_in_child);
+  return true;
+}();
 
 std::string words_of(int error) { return std::generic_category().message(error); }
 
@@ -59,22 +91,53 @@ std::unique_ptr<Across> make_sockets(std::vector<int> sockets, int host, int hos
                                 " entries; it must have " + std::to_string(kChannels * hosts) +
                                 ": one for each host, on each of two channels");
   }
+  std::set<int> seen;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
-    if (static_cast<int>(i) % hosts != host) check_connected(sockets[i], i);
+    if (static_cast<int>(i) % hosts == host) continue;
+    check_connected(sockets[i], i);
+    if (!seen.insert(sockets[i]).second) {
+      throw std::invalid_argument("sockets[" + std::to_string(i) + "] is " +
+                                  std::to_string(sockets[i]) +
+                                  ", as another entry is; each channel to each host needs its own");
+    }
   }
   return std::make_unique<Sockets>(std::move(sockets), host, hosts);
 }
 
 Sockets::Sockets(std::vector<int> sockets, int host, int hosts)
     : sockets_(std::move(sockets)), host_(host), hosts_(hosts) {
-  const int at_once = 1;  // a greeting is not held back until the one before has been acknowledged
-  for (const int fd : sockets_) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof(at_once));
+  const auto set = [](int fd, int level, int option,
+                      int value) {  // a socket of another kind has none
+    setsockopt(fd, level, option, &value, sizeof(value));
+  };
+  const std::lock_guard<std::mutex> lock(descriptors().mutex);
+  for (const int fd : others()) {
+    // A greeting is not held back until the one before has been acknowledged.
+    set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kIdleS);
+    set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kBetweenProbesS);
+    set(fd, IPPROTO_TCP, TCP_KEEPCNT, kProbes);
+    descriptors().open.insert(fd);
+  }
 }
 
+// In a forked child they are closed already, and their numbers may be other files'.
 Sockets::~Sockets() {
-  for (int i = 0; i < kChannels * hosts_; ++i) {
-    if (i % hosts_ != host_) close(sockets_[static_cast<std::size_t>(i)]);
+  if (forks() != forks_) return;
+  const std::lock_guard<std::mutex> lock(descriptors().mutex);
+  for (const int fd : others()) {
+    descriptors().open.erase(fd);
+    close(fd);
   }
+}
+
+std::vector<int> Sockets::others() const {
+  std::vector<int> all;
+  for (int i = 0; i < kChannels * hosts_; ++i) {
+    if (i % hosts_ != host_) all.push_back(sockets_[static_cast<std::size_t>(i)]);
+  }
+  return all;
 }
 
 int Sockets::socket_to(int channel, int host) const {
@@ -149,7 +212,7 @@ void Sockets::send_some(Flow& flow) const {
   const ssize_t sent = ::send(flow.fd, flow.send, flow.ready(), MSG_DONTWAIT | MSG_NOSIGNAL);
   if (sent < 0) {
     if (errno == EAGAIN || errno == EINTR) return;
-    fail(flow, "send");
+    fail(flow, "send to");
   }
   flow.send += sent;
   flow.to_send -= static_cast<std::size_t>(sent);
@@ -159,7 +222,7 @@ void Sockets::receive_some(Flow& flow) const {
   const ssize_t received = ::recv(flow.fd, flow.recv, flow.to_receive, MSG_DONTWAIT);
   if (received < 0) {
     if (errno == EAGAIN || errno == EINTR) return;
-    fail(flow, "recv");
+    fail(flow, "receive from");
   }
   if (received == 0) fail(flow, nullptr);
   flow.recv += received;
@@ -171,7 +234,7 @@ void Sockets::fail(const Flow& flow, const char* what) const {
   if (left_.load()) throw std::runtime_error("this rank has left them");
   const std::string host = "host " + std::to_string(flow.host);
   if (what == nullptr) throw std::runtime_error(host + " has closed the connection");
-  throw std::runtime_error(std::string(what) + " to " + host + ": " + words_of(error));
+  throw std::runtime_error(std::string(what) + " " + host + ": " + words_of(error));
 }
 
 }  // namespace shardcomm

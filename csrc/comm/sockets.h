@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "shardcomm/hosts.h"
+#include "stream/fork.h"
 
 namespace shardcomm {
 
@@ -45,6 +46,7 @@ class Sockets final : public Across {
   };
 
   int socket_to(int channel, int host) const;
+  std::vector<int> others() const;  // the sockets, without the entries of this host
   // Returns when everything is sent and received.
   void run(std::vector<Flow>& flows) const;
   void send_some(Flow& flow) const;
@@ -54,6 +56,7 @@ class Sockets final : public Across {
   const std::vector<int> sockets_;  // channel * hosts + host
   const int host_;
   const int hosts_;
+  const int forks_ = forks();
   std::atomic<bool> left_{false};
 };
 

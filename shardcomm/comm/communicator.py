@@ -4,7 +4,7 @@ One interface, several transports::
 
     shm    processes of one host (the default on a CPU)   compiled core: shared windows, futexes
     nccl   CUDA, one or many hosts (the default there)    NCCL, with the core's copies and sums around it
-    hosts  several CPU hosts with several ranks each      shm on each host, a ProcessGroup between them
+    hosts  several CPU hosts with several ranks each      shm on each host, TCP between them
     local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 

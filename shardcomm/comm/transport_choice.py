@@ -142,7 +142,11 @@ def _on_cpus(
 
 def _join(exchange: Exchange, on_host: _C.Communicator, place: Place) -> _C.Communicator:
     """Joins the hosts; collective."""
-    sockets = connect(exchange, place.across)
+    try:
+        sockets = connect(exchange, place.across)
+    except BaseException:
+        on_host.close()
+        raise
     return _C.make_hosts(on_host, sockets, place.host, place.hosts)
 
 

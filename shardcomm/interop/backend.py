@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Sequence
 from datetime import timedelta
@@ -121,9 +122,16 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         hosts = exchange(introduction.host_identity().encode())
         place = place_of(rank, hosts)
         assert isinstance(place, Place)  # as `comm` says
-        handle = library.connect(comm, SHM, -1, deadline_s, place.on_host).value
         gloo = exchange.wait_for(lambda: gloo_of(range(size), "the rest"))
-        handle = module.join_hosts(handle, connect(exchange, place.across), place.host)
+        sockets = connect(exchange, place.across)
+        try:
+            handle = library.connect(comm, SHM, -1, deadline_s, place.on_host).value
+        except BaseException:
+            for each in sockets:
+                if each >= 0:
+                    os.close(each)
+            raise
+        handle = module.join_hosts(handle, sockets, place.host)
         return module.Backend(rank, size, timeout, handle, gloo, "the ranks are on several hosts")
 
 

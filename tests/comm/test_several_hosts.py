@@ -252,6 +252,27 @@ def test_who_has_lost_a_rank_of_another_host_is_not_its_own_hosts_culprit(tmp_pa
         assert (tmp_path / rank).read_text().startswith(f"backend, None: {words} of host 1: ")
 
 
+def dies_with_its_host(folder: Path) -> None:
+    comm = connected(deadline_s=20.0)
+    comm.barrier()
+    if comm.rank >= 2:
+        if os.fork() == 0:  # a worker of a DataLoader, for instance
+            until((folder / "1").exists, "rank 1 has heard of it")
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError) as error:
+        comm.all_reduce(torch.ones(100_000))
+    (folder / str(comm.rank)).write_text(error.value.kind)
+
+
+@pytest.mark.covers("failed ranks", transports=["hosts"])
+def test_children_of_a_host_that_has_died_do_not_hide_it(tmp_path: Path) -> None:
+    """They have copies of its connections, which would stay open."""
+    with pytest.raises(Exception, match="was killed by SIGKILL"):
+        launch(dies_with_its_host, RANKS, (tmp_path,), timeout_s=60)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["backend", "backend"]
+
+
 ENDS_WITH_WORK_UNDER_WAY = """
 import os, torch, shardcomm
 from shardcomm.comm import introduction

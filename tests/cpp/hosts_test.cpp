@@ -247,7 +247,8 @@ void windows_are_broadcast(Communicator& comm, int local, std::int64_t count) {
 // Whether that is what ranks hear which exchange with one that has failed, or with one of its host.
 bool has_left(const std::string& text) {
   return text.find("has closed the connection") != std::string::npos ||
-         text.find("Broken pipe") != std::string::npos;
+         text.find("Broken pipe") != std::string::npos ||
+         text.find("Connection reset") != std::string::npos;
 }
 
 void places_in_a_window_must_be_one() {
@@ -389,6 +390,11 @@ void what_are_no_sockets_are_refused() {
   ranks::require_text(refused({-1, pair[0]}, 0, 2), {"sockets has 2 entries; it must have 4"});
   ranks::require_text(refused({-1, 1 << 20, -1, pair[0]}, 0, 2), {"sockets[1] is 1048576, which"});
   ranks::require_text(refused({-1, pair[0], -1, pair[0]}, 0, 2), {"sockets[1] is", "no connected"});
+  int stream[2];
+  require(socketpair(AF_UNIX, SOCK_STREAM, 0, stream) == 0, "a pair");
+  ranks::require_text(refused({-1, stream[0], -1, stream[0]}, 0, 2),
+                      {"sockets[3] is", "as another entry is"});
+  require(close(stream[0]) == 0 && close(stream[1]) == 0, "they are still open");
   ranks::require_text(refused({-1, pair[0]}, 0, 1), {"host is 0 of 1; there must be at least 2"});
   require(close(pair[0]) == 0 && close(pair[1]) == 0, "they are still open");
 }
