@@ -34,7 +34,8 @@ from shardcomm.unit.unit import OwnedParam, UnitParams
 class _Memory:
     """The communication memory of the units of one mesh.
 
-    One reduce buffer serves all units: gradients are packed into it only when the reduce before has ended.
+    One reduce buffer serves all units: the gradients of a unit's buckets are packed into it one behind the other, only
+    when the reduces of the unit before have ended.
     """
 
     def __init__(self, mesh: Mesh, units: Sequence[GroupedUnit]) -> None:
@@ -59,13 +60,14 @@ class _Memory:
         tag, replica_tag = (
             comm.tag(f"unit {unit.unit.name!r}") for comm in (mesh.shard, mesh.replicate)
         )
-        buckets = []
+        buckets, free = [], self._reduce_buffer
         for group in unit.groups:
             full = reduced = None
             if group.needs_slot:
                 full, slot = slot[: group.full_bytes], slot[group.full_bytes :]
-            if self._reduce_buffer is not None:
-                reduced = self._reduce_buffer[: group.reduced_bytes].view(group.reduce_dtype)
+            if free is not None:
+                reduced = free[: group.reduced_bytes].view(group.reduce_dtype)
+                free = free[group.reduced_bytes :]
             buckets.append(
                 Bucket(
                     group.layout,

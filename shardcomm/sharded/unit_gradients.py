@@ -202,19 +202,23 @@ class UnitGradients:
     def reduce(self, *, put_off: bool = False) -> None:
         """Queues the reduces of the gradients that backward has left, which `reduces` lists to be waited for.
 
+        The gradients of all buckets are packed first. Else this rank would wait for the reduce of one bucket before it
+        packs the next, and the link would be idle meanwhile.
+
         Args:
             put_off: Whether no all-reduce comes in this backward.
         """
+        packed = []
         for bucket, params in self._trained:
-            reduction = bucket.reduction
             with plain():
                 grads = [param.take() for param in params]
-            left = reduction.pack(grads, async_op=True)
+            if bucket.reduction.pack(grads, async_op=True):
+                packed.append(bucket.reduction)
             self.stage = PACKED
-            if left:
-                work = reduction.reduce(async_op=True, put_off=put_off)
-                if work is not DONE:
-                    self.reduces.append(work)
+        for reduction in packed:
+            work = reduction.reduce(async_op=True, put_off=put_off)
+            if work is not DONE:
+                self.reduces.append(work)
         self.stage = REDUCING
         self.awaits_replicas = any([b.reduction.among_replicas for b, _ in self._trained])
 

@@ -39,7 +39,7 @@ def reduce_buffer_bytes(units: Sequence[GroupedUnit]) -> int:
     """The size of a pool's reduce buffer in bytes; 0 if there is one shard, whose gradients need no reduce."""
     if units[0].pool.shards == 1:
         return 0
-    return max((group.reduced_bytes for unit in units for group in unit.groups), default=0)
+    return max(sum(group.reduced_bytes for group in unit.groups) for unit in units)
 
 
 def wire_bytes(units: Sequence[GroupedUnit]) -> tuple[int, int]:
