@@ -396,10 +396,9 @@ typedef struct shc_across {
 #define SHC_ACROSS_INIT {sizeof(shc_across), SHC_VERSION, NULL, NULL, NULL, NULL, NULL, NULL}
 
 // Joins `hosts` hosts, of which this one has the number `host`, to a group in which this rank's
-// number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL with at
-// least two ranks, without exact sums, and as many on every host; it is only destroyed from now on,
-// at any time, and its deadline is the group's. Collective among all ranks, which compare their
-// numbers.
+// number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL without
+// exact sums, which has as many ranks on every host; it is only destroyed from now on, at any time,
+// and its deadline is the group's. Collective among all ranks, which compare their numbers.
 //
 // The group has shc_all_gather, shc_reduce_scatter, shc_all_reduce, shc_broadcast, shc_barrier and
 // shc_allocate; each byte enters a host once. A wait for other hosts ends at the deadline, but

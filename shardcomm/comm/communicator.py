@@ -162,8 +162,8 @@ class Communicator(ABC):
         Args:
             deadline_s: How long a rank waits for another one, in set-up and in every collective, in seconds.
             transport: What carries the collectives. "auto" takes nccl on GPUs. On CPUs it takes shm when all ranks
-                share a host; hosts when there are several with equally many ranks, at least two, which are numbered
-                host by host; and else c10d over Gloo. It also takes c10d, with a warning on every rank, where a rank
+                share a host; hosts when there are several with equally many ranks, which are numbered host by host;
+                and else c10d over Gloo. It also takes c10d, with a warning on every rank, where a rank
                 cannot map the memory of others on its host. Receipts say why.
             device: "cpu"; or "cuda" for the GPU whose number is this rank's among the ranks of its host; or a
                 `torch.device`. None: that GPU if each rank of the host has one and NCCL is there, else the CPU, with a

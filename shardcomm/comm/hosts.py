@@ -27,8 +27,6 @@ def place_of(rank: int, hosts: Sequence[object]) -> Place | str:
     if any(len(each) != len(ranks[0]) for each in ranks):
         counts = ", ".join(str(len(each)) for each in ranks)
         return f"the hosts have different numbers of ranks: {counts}"
-    if len(ranks[0]) == 1:
-        return "each host has one rank"
     if list(itertools.chain(*ranks)) != list(range(len(hosts))):
         return "the ranks of a host are not numbered one after another"
     host = names.index(hosts[rank])

@@ -244,22 +244,9 @@ static void join_by_sockets(shc_comm* all) {
   }
 }
 
-static void a_rank_alone_on_its_host_is_refused(shc_comm* alone) {
-  struct links links = {{NULL, NULL}, 0, 0, -1};
-  shc_across across = SHC_ACROSS_INIT;
-  across.context = &links;
-  across.all_gather = gather_hosts;
-  across.all_to_all = exchange_hosts;
-  across.broadcast = broadcast_hosts;
-  shc_comm* comm = NULL;
-  refused(shc_comm_init_hosts(&comm, alone, &across, 0, 2), SHC_INVALID_ARGUMENT,
-          "shc_comm_init_hosts: on_host has transport 'local' and size 1; it must be");
-}
-
 int main(void) {
   on_threads(kAll, join_and_run);
   make_pairs();
   on_threads(kAll, join_by_sockets);
-  on_threads(1, a_rank_alone_on_its_host_is_refused);
   return 0;
 }

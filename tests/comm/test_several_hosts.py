@@ -48,8 +48,8 @@ def drawn(seed: int, rank: int, numel: int) -> torch.Tensor:
     return torch.ldexp(torch.randn(numel, generator=generator), exponents)
 
 
-def collectives(seed: int) -> list[Receipt]:
-    with connected() as comm:
+def collectives(seed: int, hosts: str) -> list[Receipt]:
+    with connected(hosts=lambda rank: hosts[rank]) as comm:
         assert (comm.transport, comm.size) == ("hosts", RANKS)
         for numel in (1, 63, 1000, 300_000):
             counts = [numel, 0, 2 * numel, 5]
@@ -95,8 +95,9 @@ def collectives(seed: int) -> list[Receipt]:
 
 
 @pytest.mark.covers("collectives", transports=["hosts"])
-def test_collectives_are_those_of_torch(seed: int) -> None:
-    for receipts in launch(collectives, RANKS, (seed,), timeout_s=120):
+@pytest.mark.parametrize("hosts", ["AABB", "ABCD"])
+def test_collectives_are_those_of_torch(seed: int, hosts: str) -> None:
+    for receipts in launch(collectives, RANKS, (seed, hosts), timeout_s=120):
         assert {receipt.taken for receipt in receipts} == {"hosts"}
         operations = {receipt.operation for receipt in receipts}
         assert operations >= {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"}
@@ -228,6 +229,26 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
         assert "lost the ranks of other hosts with which it exchanges, rank " in on_other_host
 
 
+def dies_alone_on_its_host(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    comm = connected(hosts=str, deadline_s=30.0)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError) as error:
+        comm.all_reduce(torch.ones(100_000))
+    (folder / str(rank)).write_text(f"{error.value.kind}: {error.value}")
+
+
+@pytest.mark.covers("failed ranks", transports=["hosts"])
+def test_a_rank_that_is_alone_on_its_host_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="rank 2 was killed by SIGKILL"):
+        launch(dies_alone_on_its_host, RANKS, (tmp_path,), timeout_s=25)
+    said = [(tmp_path / rank).read_text() for rank in "013"]
+    assert all(text.startswith("backend: ") for text in said)
+    ended = r": (send to |receive from )?host 2(:| has closed the connection)"
+    assert any(re.search(ended, text) for text in said), said
+
+
 def dies_before_the_other_of_its_host_comes(folder: Path) -> None:
     comm = connected(deadline_s=30.0)
     comm.all_reduce(torch.ones(1))
@@ -323,13 +344,8 @@ def what_is_taken(hosts: str, transport: Transport) -> tuple[str, str]:
             "c10d",
             "the ranks are on several hosts, and the ranks of a host are not numbered one after",
         ),
-        ("AB", "auto", "c10d", "the ranks are on several hosts, and each host has one rank"),
-        (
-            "AB",
-            "hosts",
-            "ValueError",
-            "transport is 'hosts', but each host has one rank; use 'auto'",
-        ),
+        ("AB", "auto", "hosts", ""),
+        ("ABC", "hosts", "hosts", ""),
         (
             "AA",
             "hosts",

@@ -442,6 +442,8 @@ int main(int argc, char** argv) {
   everything(3, 2, seed);
   everything(2, 4, seed);
   everything(2, 3, seed);
+  everything(2, 1, seed);
+  everything(3, 1, seed);
   for (const std::int64_t count : {1, 1000, 5'000'000}) {
     on_hosts(2, 2, [count](Communicator& comm) { windows_are_broadcast(comm, 2, count); });
   }

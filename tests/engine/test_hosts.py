@@ -35,7 +35,7 @@ def program() -> Trained:
     rank = dist.get_rank()
     ours, plain = make(layers=3), make(layers=3)
     engine = fully_shard(ours, init_device_mesh("cpu", (2, 2)), strategy="hybrid_shard")
-    assert (engine.mesh.shard.transport, engine.mesh.replicate.transport) == ("shm", "c10d")
+    assert (engine.mesh.shard.transport, engine.mesh.replicate.transport) == ("shm", "hosts")
     assert engine.mesh.rank == rank
     ddp = torch.nn.parallel.DistributedDataParallel(plain)
     for model in (ours, ddp):

@@ -124,9 +124,8 @@ def groups_within() -> list[tuple[str, str]]:
 def test_a_group_takes_what_its_own_ranks_can_have() -> None:
     several = "the ranks are on several hosts, and "
     one_host = ("inline", "")
-    one_each = ("gloo", several + "each host has one rank")
     uneven = ("gloo", several + "the hosts have different numbers of ranks: 1, 2")
-    all_of_them = ("hosts", "")
+    one_each = all_of_them = ("hosts", "")
     said = launch(groups_within, RANKS, timeout_s=60)
     assert said[0] == [one_host, uneven, all_of_them]
     assert said[1] == [one_host, one_each, all_of_them]

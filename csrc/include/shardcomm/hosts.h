@@ -40,8 +40,8 @@ std::unique_ptr<Across> make_sockets(std::vector<int> sockets, int host, int hos
 
 // Makes a communicator of `hosts` times `on_host->size()` ranks, in which this rank's number is
 // host * on_host->size() + on_host->rank(). `on_host` is a communicator of shm, or of local on a
-// CPU, with at least two ranks, and is used by nobody else from now on. Collective among all ranks,
-// which compare their numbers.
+// CPU, and is used by nobody else from now on. Collective among all ranks, which compare their
+// numbers.
 //
 // It has all_gather, reduce_scatter, also coded, all_reduce, broadcast, barrier and allocate. If a
 // rank dies, is late or calls something else, all ranks of its host throw CommError, and each of

@@ -37,7 +37,7 @@ TRANSPORTS = (
 
 _RANKS_OF = {
     "shm": "the ranks are on several hosts, or do not see each other's processes",
-    "hosts": "it takes several hosts with equally many ranks, at least two on each",
+    "hosts": "it takes several hosts with equally many ranks",
 }
 """Why these cannot be used where all ranks together have taken another transport."""
 
