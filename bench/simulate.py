@@ -1,10 +1,10 @@
 """Predicted against measured: the time of a step as the simulator says it, and as the engine takes it.
 
 First the machine is measured, as by `shardcomm bench --fit`: blocks of a GPT on their own, copies, and collectives; and
-on hosts with a fast link what exchanges and sockets take of a core. Then GPTs of other sizes train on 2 and 4 ranks
-over shared memory, and on 2 and 3 hosts of 2 ranks each, float32, one thread a rank, and the simulator predicts each
-from its shapes. Hosts are namespaces of this machine (`shardcomm.cluster`), whose links `tc` holds to 1 and 5 Gbit/s;
-where they cannot be made, it says why, and measures one host.
+on hosts with a fast link what exchanges and sockets take of a core, and how long threads wait for one. Then GPTs of
+other sizes train on 2 and 4 ranks over shared memory, and on 2 and 3 hosts of 2 ranks each, float32, one thread a rank,
+and the simulator predicts each from its shapes. Hosts are namespaces of this machine (`shardcomm.cluster`), whose links
+`tc` holds to 1 and 5 Gbit/s; where they cannot be made, it says why, and measures one host.
 
 How fast a core is changes from minute to minute, as neighbours of this machine come and go, and with how many ranks it
 has. So in the rounds of each model every rank also trains one of the fit's by itself, without communication: what that
@@ -33,7 +33,7 @@ from simulate_rank import ALONE, CONTEXT, REFERENCE, Model, costs, measure, stra
 
 import shardcomm
 from shardcomm.cli.bench.machine import measured_machine
-from shardcomm.cli.bench.network import with_exchanges
+from shardcomm.cli.bench.network import with_network
 from shardcomm.cluster import Cluster, refusal
 
 MEDIAN, WORST = 0.05, 0.10  # the errors that are wanted
@@ -104,28 +104,31 @@ class Place(NamedTuple):
         assert first is not None
         machine = replace(
             here,
-            transport="hosts",
             ranks_per_host=self.ranks,
             cores=here.cores / self.hosts,
             crowding=1.0,
-            network_bytes_per_s=self.rate * 1e9 / 8,
             network_burst_bytes=BURST_BYTES,
-            socket_bytes_per_s=first.socket_bytes_per_s,
             sources={
                 **here.sources,
                 "ranks_per_host": "the cluster's",
                 "cores": "a host's share",
                 "crowding": "1: see simulate.py's slower()",
-                "network_bytes_per_s": "the link's rate",
                 "network_burst_bytes": "the link's bucket",
-                "socket_bytes_per_s": "all-gathers by Gloo's ring",
             },
         )
-        return with_exchanges(machine, self.hosts * self.ranks, first.points)
+        there = with_network(machine, self.hosts * self.ranks, first)
+        return replace(
+            there,
+            network_bytes_per_s=self.rate * 1e9 / 8,
+            sources={**there.sources, "network_bytes_per_s": "the link's rate"},
+        )
 
 
 def slower(machine: shardcomm.Machine, factor: float) -> shardcomm.Machine:
-    """The machine with cores on which everything takes so many times as long."""
+    """The machine with cores on which everything takes so many times as long.
+
+    A turn stays as long as it is: slices are of the scheduler, and do not grow.
+    """
     rates = (
         "flops_per_s",
         "copy_bytes_per_s",

@@ -4,6 +4,8 @@
     gather        | 2         | 3       |                      a channel: its collectives queue
     reduce
 
+Threads that wait for their turns on a core have them when the rank waits; see `TURN`.
+
 Between two ends of anything, all that goes on does so at a steady speed, 1 if nothing is in its way. What is left of
 each is divided by its speed, and the clock goes on to the first end.
 """
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardcomm.simulate.cost import LATENCY, NETWORK, Cost
+from shardcomm.simulate.cost import NETWORK, NO_LINKS, TURN, Cost
 from shardcomm.trace.timeline import Span
 
 _ROUNDING = 1e-12  # of a second that is left
@@ -157,10 +159,10 @@ class _Run:
     def _go_on(self, computing_s: float = 0.0) -> float:
         """Goes on to the first end; returns what is left of `computing_s` of computation."""
         active = self._active()
-        if self._spent(active):
+        if self._spent(active) or (not computing_s and self._had_turns(active)):
             return computing_s
         at_work = [(each, link) for each in active for link in each.left_s]
-        moving = [(each, link) for each, link in at_work if link != LATENCY]
+        moving = [(each, link) for each, link in at_work if link not in NO_LINKS]
         speed, of_moving = self._speeds(computing_s > 0, [link for _, link in moving])
         speeds = dict.fromkeys(at_work, 1.0) | dict(zip(moving, of_moving, strict=True))
         ends = [each.left_s[link] / its_speed for (each, link), its_speed in speeds.items()]
@@ -187,6 +189,14 @@ class _Run:
                 spent = True
         self._end_stages(active)
         return spent
+
+    def _had_turns(self, active: list[Collective]) -> bool:
+        """Whether threads have got their turns, for which they waited; called where the rank does not compute."""
+        waited = [each for each in active if TURN in each.left_s]
+        for each in waited:
+            each.go_on(TURN, each.left_s[TURN])
+        self._end_stages(waited)
+        return bool(waited)
 
     def _end_stages(self, active: list[Collective]) -> None:
         for each in active:

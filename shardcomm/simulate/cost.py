@@ -17,12 +17,19 @@ NETWORK = "network"
 LATENCY = "latency"
 """In place of a link: time that passes, and takes nothing from others."""
 
+TURN = "turn"
+"""In place of a link: time until threads get their turns on cores on which ranks compute. It passes while the rank
+computes, takes nothing from others, and is over at once where the rank does not compute."""
+
+NO_LINKS = (LATENCY, TURN)
+"""What stands in place of a link."""
+
 
 class Move(NamedTuple):
     """What one link does for a collective.
 
     Attributes:
-        link: `MEMORY`, `HOST`, `NETWORK` or `LATENCY`.
+        link: `MEMORY`, `HOST`, `NETWORK`, `LATENCY` or `TURN`.
         seconds: How long it takes alone.
         nbytes: The bytes that a rank moves over it: of `MEMORY`, those that it reads and writes; of `NETWORK`, what its
             host moves by the ranks of the host.

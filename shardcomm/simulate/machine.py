@@ -44,6 +44,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "network_bytes_per_s": (0, 1e15),
     "network_burst_bytes": (0, 1e12),
     "socket_bytes_per_s": (0, 1e15),
+    "turn_s": (0, 1),
     "contention": (0, 0.99),
 }
 _WHOLE = ("ranks_per_host", "memory_bytes")
@@ -81,6 +82,9 @@ class Machine:
             by which `tc` shapes links; 0 for a link without one.
         socket_bytes_per_s: Over hosts: the bytes that a core sends through sockets in a second while it receives as
             many; 0 for another transport.
+        turn_s: Over hosts: the seconds in which the threads of a collective wait for their turns on a core, one after
+            another, while all ranks compute without a pause; 0 where nobody has to wait. Who computes goes on until its
+            slice ends, 3 to 4 ms on Linux. The time is of as many ranks a core as this machine has.
         contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
             share cores, the two share those instead.)
         sources: For each number the place that it comes from.
@@ -108,6 +112,7 @@ class Machine:
     network_bytes_per_s: float
     network_burst_bytes: float
     socket_bytes_per_s: float
+    turn_s: float
     contention: float
     sources: Mapping[str, str]
 

@@ -3,12 +3,17 @@
 Each rank leads for its part: the ranks with its number on the other hosts exchange that part with it, so that a host's
 link brings each part of a gather in once, and one partial sum a host of a reduce::
 
-    greeting |  copies, sums, sockets  | the link
-      core   |          core           | network
+    turns | greeting | copies, sums, sockets | the link | turns
+          |   core   |         core          | network  |
 
 What goes through sockets takes a core: the kernel copies it, cuts it into packets and acknowledges them, and threads
 wake each other. A part crosses in chunks, of which each takes an exchange. Chunks could be under way while cores copy
 the next ones, but those are busy with computation, and so late that little of it overlaps: here nothing does.
+
+Where ranks need all cores, threads wait for their turns on one: before bytes cross those of the stream, which meet, and
+the worker that sends; behind, the worker that receives, and those of the stream again. A rank that computes goes on
+until its slice ends, which is longer than what all of them do. So bytes cross late beside computation, and at once
+where ranks wait.
 
 The ranks of an all-reduce that are alone on their hosts, such as replicas, form a ring of Gloo's.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import math
 
-from shardcomm.simulate.cost import MEMORY, NETWORK, Cost, Group, Move
+from shardcomm.simulate.cost import MEMORY, NETWORK, TURN, Cost, Group, Move
 from shardcomm.simulate.machine import Machine
 
 _SLOT_BYTES = 8 << 20  # for a chunk of all parts; as in csrc/comm/hosts.cpp
@@ -25,6 +30,9 @@ _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 10, 512 << 10  # of a part
 
 MEETINGS = {"gather": 2, "reduce": 2, "all_reduce": 4}
 """How often the ranks of a host meet."""
+
+CROSSINGS = {"gather": 1, "reduce": 1, "all_reduce": 2}
+"""How often bytes cross, once after the other: an all-reduce is a reduce and a gather."""
 
 
 def gather(
@@ -139,7 +147,18 @@ def _crossing(
     core_s += coded / machine.code_bytes_per_s
     into_host = others * group.on_host * group.beside
     across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
-    return Cost(((Move(MEMORY, core_s, copied + coded),), (across,)), nbytes)
+    return _with_turns(
+        Move(MEMORY, core_s, copied + coded), across, calls * CROSSINGS[what], nbytes, machine
+    )
+
+
+def _with_turns(core: Move, across: Move, crossings: int, nbytes: int, machine: Machine) -> Cost:
+    """The cost of what a core does and then the link, in so many crossings; half of each one's turns come before it."""
+    stages: tuple[tuple[Move, ...], ...] = ((core,), (across,))
+    if machine.turn_s and machine.ranks_per_host >= machine.cores:
+        turns = (Move(TURN, crossings * machine.turn_s / 2),)
+        stages = (turns, *stages, turns)
+    return Cost(stages, nbytes)
 
 
 def _ring(
@@ -151,4 +170,5 @@ def _ring(
     core_s = copied / machine.host_bytes_per_s + sent / machine.socket_bytes_per_s
     met_s = calls * (group.hosts - 1) * machine.network_latency_s
     across = Move(NETWORK, sent * group.beside / machine.network_bytes_per_s, sent)
-    return Cost(((Move(MEMORY, met_s + core_s, copied),), (across,)), nbytes)
+    core = Move(MEMORY, met_s + core_s, copied)
+    return _with_turns(core, across, calls * CROSSINGS["all_reduce"], nbytes, machine)

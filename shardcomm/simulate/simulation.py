@@ -14,7 +14,8 @@ For each trigger, in the order of the step (compare `engine/step.py` and `engine
     all_reduce u      behind u's reduce, on the channel of replicas
     wait_reduce u     the rank waits for both
 
-All ranks do the same, so that one of them is enough; where they differ in speed, the slowest is.
+All ranks do the same, so that one of them is enough; where they differ in speed, the slowest is. They do not do it at
+one time, though: see `_step`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ import io
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcomm.arguments.checks import check_list, check_type
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.schedule.triggers import Phase, Verb
 from shardcomm.simulate import collectives
 from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wait, run
-from shardcomm.simulate.cost import HOST, LATENCY, MEMORY, NETWORK, Cost, Group
+from shardcomm.simulate.cost import HOST, MEMORY, NETWORK, NO_LINKS, Cost, Group
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.unit_times import UnitTime
 from shardcomm.trace.timeline import COMMUNICATION, SIMULATED, RankTimeline, Span, Timeline
+
+_SHARE = 1e-3  # how near the share of computation is found
 
 
 @dataclass(frozen=True)
@@ -115,26 +118,16 @@ class Simulation:
         _check(plan, times, machine)
         if not (_is_finite(slowest) and slowest > 0):
             raise ValueError(f"slowest is {slowest!r}; it must be a number above 0, and finite")
-        program = _Program(plan, times, machine, slowest)
-        on_host = min(plan.ranks, machine.ranks_per_host)
-        burst_s = 0.0
-        if machine.network_bytes_per_s:
-            burst_s = machine.network_burst_bytes / machine.network_bytes_per_s
-        spans = run(program.instructions(), partial(_speeds, machine, on_host), burst_s=burst_s)
-        step_s = max((span.end_s for span in spans), default=0.0)
-
-        def seconds(row: str) -> float:
-            return sum(span.end_s - span.begin_s for span in spans if span.row == row)
-
-        step = Span("step", "step 0", 0.0, step_s, 0)
+        ran = _step(plan, times, machine, slowest)
+        step = Span("step", "step 0", 0.0, ran.step_s, 0)
         return cls(
             plan=plan,
             machine=machine,
-            step_s=step_s,
-            compute_s=seconds("compute"),
-            exposed_s=seconds("waiting"),
-            link_bytes=dict(program.link_bytes),
-            spans=(step, *spans),
+            step_s=ran.step_s,
+            compute_s=ran.seconds("compute"),
+            exposed_s=ran.seconds("waiting"),
+            link_bytes=ran.link_bytes,
+            spans=(step, *ran.spans),
         )
 
     def timeline(self) -> Timeline:
@@ -242,6 +235,53 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
                 f"plan has groups of {ranks} ranks, by {argument}, of which some would lie on parts of two hosts of "
                 f"{machine.name!r}, of {machine.ranks_per_host} ranks; one number must divide the other"
             )
+
+
+class _Step(NamedTuple):
+    """What was done when, and the bytes that a rank moved over each link."""
+
+    spans: list[Span]
+    link_bytes: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def seconds(self, row: str) -> float:
+        return sum(span.end_s - span.begin_s for span in self.spans if span.row == row)
+
+
+def _step(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine, slowest: float) -> _Step:
+    """A step, in which threads wait for their turns among as many ranks as compute in it at once.
+
+    Ranks do not wait at one time, so that a thread that wants a core finds a part of them computing: on average the
+    share of the step in which a rank computes. Turns grow with the square of the ranks that compute (2, 5, 13 and 24 ms
+    beside 1 to 4 of them on two cores): as many more threads of the collective have to wait, each for as many more
+    slices. The longer turns are, the smaller is the share, so that there is one share with which a step has just that.
+    """
+    low, high = 0.0, 1.0
+    while machine.turn_s and high - low > _SHARE:
+        share = (low + high) / 2
+        ran = _step_beside(share, plan, times, machine, slowest)
+        if ran.seconds("compute") > share * ran.step_s:
+            low = share
+        else:
+            high = share
+    return _step_beside(high, plan, times, machine, slowest)
+
+
+def _step_beside(
+    share: float, plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine, slowest: float
+) -> _Step:
+    """A step beside ranks that compute for such a share of it."""
+    there = replace(machine, turn_s=machine.turn_s * share**2)
+    program = _Program(plan, times, there, slowest)
+    on_host = min(plan.ranks, machine.ranks_per_host)
+    burst_s = 0.0
+    if machine.network_bytes_per_s:
+        burst_s = machine.network_burst_bytes / machine.network_bytes_per_s
+    spans = run(program.instructions(), partial(_speeds, machine, on_host), burst_s=burst_s)
+    return _Step(spans, dict(program.link_bytes))
 
 
 def _speeds(
@@ -354,6 +394,6 @@ class _Program:
         self, channel: str, unit: int, cost: Cost, after: Collective | None = None
     ) -> Collective:
         for move in chain.from_iterable(cost.stages):
-            if move.link != LATENCY:
+            if move.link not in NO_LINKS:
                 self.link_bytes[move.link] += move.nbytes
         return Collective(channel, self._plan.units[unit].name, cost, after)

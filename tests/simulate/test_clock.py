@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardcomm.simulate.clock import Collective, Compute, Issue, Wait, run
-from shardcomm.simulate.cost import LATENCY, Cost, Move
+from shardcomm.simulate.cost import LATENCY, TURN, Cost, Move
 from shardcomm.trace.timeline import Span
 
 
@@ -72,6 +72,26 @@ def test_a_latency_takes_nothing_from_computation() -> None:
     one = collective("gather", "1", 1.0, 1.0)
     spans = run([Issue(one), Compute("forward 0", 1.5)], shared)
     assert [(span.row, span.end_s) for span in spans] == [("compute", 2.0), ("gather", 2.5)]
+
+
+def test_turns_pass_while_the_rank_computes() -> None:
+    """They take nothing from it: only the move after them halves its speed, for its last half a second."""
+    one = Collective("gather", "1", Cost(((Move(TURN, 1.0),), (Move("host", 0.25),)), 8))
+    spans = run([Issue(one), Compute("forward 0", 2.0), Wait(one)], shared)
+    assert [(span.row, span.end_s) for span in spans] == [("gather", 1.5), ("compute", 2.25)]
+
+
+def test_turns_are_over_at_once_when_the_rank_waits() -> None:
+    stages = (Move(TURN, 8.0),), (Move("host", 1.0),), (Move(TURN, 8.0),)
+    first, second = (Collective("gather", name, Cost(stages, 8)) for name in ("1", "2"))
+    program = [Issue(first), Issue(second), Compute("forward 0", 3.0), Wait(first), Wait(second)]
+    assert [(span.row, span.begin_s, span.end_s) for span in run(program, free)] == [
+        ("compute", 0.0, 3.0),
+        ("gather", 0.0, 4.0),
+        ("waiting", 3.0, 4.0),
+        ("gather", 4.0, 5.0),
+        ("waiting", 4.0, 5.0),
+    ]
 
 
 def test_a_wait_for_what_has_ended_takes_no_time() -> None:

@@ -58,6 +58,7 @@ def test_there_are_machines_of_h100s_and_h200s() -> None:
         ({"ranks_per_host": 2.5}, "ranks_per_host is 2.5; it must be a whole number from 1"),
         ({"ranks_per_host": True}, "ranks_per_host is True; it must be a whole number"),
         ({"contention": 1.5}, "contention is 1.5; it must be a number from 0 to 0.99"),
+        ({"turn_s": 1.5}, "turn_s is 1.5; it must be a number from 0 to 1"),
         ({"transport": "tcp"}, "transport is 'tcp'; accepted: 'shm', 'hosts', 'nccl'"),
         ({"cores": -1}, "cores is -1; it must be a number from 0 to 4096"),
         ({"transport": "hosts"}, "cores is 0; with transport 'hosts' it must be more than 0"),

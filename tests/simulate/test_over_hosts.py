@@ -168,6 +168,64 @@ def test_a_group_within_a_host_shares_memory_alone() -> None:
         assert cost.stages == ((Move("memory", 2 * MET + 2 * BYTES / 2 / 2048, BYTES),),)
 
 
+def turns(cost: Cost) -> list[tuple[str, float]]:
+    """The stages of a collective, with the seconds of those in which its threads wait for their turns."""
+    return [(move.link, move.seconds if move.link == "turn" else 0.0) for (move,) in cost.stages]
+
+
+def test_threads_wait_for_their_turns_before_bytes_cross_and_behind() -> None:
+    """An all-reduce is a reduce and a gather; so is a ring's."""
+    where, group, turn_s = cluster(turn_s=0.5), Group.of(4, 1, 2), 0.25
+
+    def crossing(times: int) -> list[tuple[str, float]]:
+        turn = ("turn", times * turn_s)
+        return [turn, ("memory", 0.0), ("network", 0.0), turn]
+
+    assert turns(collectives.gather(unit(4), group, where, again=False)) == crossing(1)
+    assert turns(collectives.reduce(unit(4), group, where)) == crossing(1)
+    assert turns(collectives.all_reduce(unit(4, "no_shard"), group, where)) == crossing(2)
+    replicas = unit(4, "hybrid_shard", replicas=2)
+    assert turns(collectives.all_reduce(replicas, Group.of(2, 2, 2), where)) == crossing(2)
+
+
+def test_threads_that_find_a_free_core_wait_for_no_turn() -> None:
+    """Neither do those of ranks that share memory alone."""
+    group, within = Group.of(4, 1, 2), Group.of(2, 1, 2)
+    for cores, waiting in ((3, 0), (2, 2), (2 / 3, 2)):
+        where = cluster(cores=cores, turn_s=0.5)
+        links = [link for link, _ in turns(collectives.reduce(unit(4), group, where))]
+        assert links.count("turn") == waiting
+    of = unit(4, "hybrid_shard", replicas=2)
+    assert turns(collectives.gather(of, within, cluster(turn_s=0.5), again=False)) == [
+        ("memory", 0.0)
+    ]
+
+
+def test_ranks_that_wait_at_other_times_leave_threads_a_part_of_their_turns() -> None:
+    """A rank computes for half of the step, so that turns are a quarter as long.
+
+    It computes for 3/4 s, of which the last quarter comes behind the first all-reduce. Of that one's turns of half a
+    second an eighth passes before it crosses. Both take the link for 7/16 s, one after the other, and computation has
+    ended before they have.
+    """
+    model = nn.Sequential(*(nn.Linear(1, NUMEL, bias=False) for _ in range(2)))
+    plan = MemoryPlan.of(model, 4, units=[nn.Linear], strategy="no_shard")
+    infinite = dict.fromkeys(("host_bytes_per_s", "copy_bytes_per_s", "socket_bytes_per_s"), 1e15)
+    where = cluster(
+        **infinite,
+        host_latency_s=0.0,
+        network_latency_s=0.0,
+        network_bytes_per_s=BYTES * 16 / 7,
+        turn_s=0.5,
+    )
+    times = [UnitTime(0.0, 0.0), UnitTime(1 / 8, 1 / 4), UnitTime(1 / 8, 1 / 4)]
+    step = Simulation.of(plan, times, where)
+    assert step.step_s == pytest.approx(1 / 2 + 1 / 8 + 2 * 7 / 16, rel=1e-3)
+    assert step.compute_s == pytest.approx(step.step_s / 2, rel=1e-3)
+    assert step.machine == where
+    assert "turn" not in step.link_bytes
+
+
 def test_a_step_is_computed_between_the_links() -> None:
     """Two hosts of two ranks on two cores: each rank has half of one for its second, and then sends beside nothing."""
     model = nn.Sequential(nn.Linear(1, NUMEL, bias=False))

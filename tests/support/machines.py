@@ -28,6 +28,7 @@ def machine(**changed: Any) -> Machine:
         "network_bytes_per_s": BYTES_PER_S,
         "network_burst_bytes": 0,
         "socket_bytes_per_s": 512.0,
+        "turn_s": 0.0,
         "contention": 0.0,
     }
     given = {"name": "made", "origin": "published", "transport": "nccl"}

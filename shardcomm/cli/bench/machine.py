@@ -135,6 +135,7 @@ def measured_machine(name: str) -> Machine:
         network_bytes_per_s=0.0,
         network_burst_bytes=0,
         socket_bytes_per_s=0.0,
+        turn_s=0.0,
         contention=0.0,
         sources={
             "ranks_per_host": "as many as were measured together: two for each core",
@@ -153,6 +154,7 @@ def measured_machine(name: str) -> Machine:
             "network_bytes_per_s": "there is one host",
             "network_burst_bytes": "there is one host",
             "socket_bytes_per_s": "there is one host",
+            "turn_s": "there is one host",
             "contention": "ranks share cores instead",
         },
     )

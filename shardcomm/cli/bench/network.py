@@ -2,9 +2,11 @@
 
 ranks_per_host, cores  as they are; hosts that are one machine share its cores
 crowding               a GPT on all ranks, over the same on as many of them as there are cores, in turns
-network_latency_s,     gathers and reduces of several sizes: the time that their processes are on a core, which is
-socket_bytes_per_s     the same over slow links and fast ones
-network_bytes_per_s    what a gather of more bytes takes longer: by Gloo's ring, which streams
+socket_bytes_per_s     what gathers and reduces of more bytes take longer of a core, less their copies in memory (a
+                       process's time on a core is the same over slow links and fast ones)
+network_bytes_per_s    what they take longer until their end
+network_latency_s      gathers and reduces of several sizes: what else they take of a core
+turn_s                 a small gather while all ranks compute, less the same while none does
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardcomm import _C
 from shardcomm.cli.bench.machine import crowding, measured_machine
 from shardcomm.comm.communicator import Communicator
 from shardcomm.simulate import over_hosts
@@ -30,9 +33,12 @@ DEADLINE_S = 300.0
 """How long the other ranks wait while rank 0 measures its host."""
 
 _PARTS = tuple(1 << power for power in (12, 16, 19, 20, 21))  # bytes of a rank
-_RING_PARTS = 1 << 19, 1 << 21
-_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 5, 1 << 22, 20
+_FEW, _MORE = 1 << 19, 1 << 21  # two of these, as large as units are
+_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 5, 1 << 24, 20
 _MOST_RATE = 1e15
+_TURNS = 40  # rounds; a turn is now short and now long
+_SMALL = 1 << 12  # bytes of a rank
+_BEFORE_S = 0.004  # of computation, so that slices begin at different times
 
 
 class Point(NamedTuple):
@@ -42,11 +48,13 @@ class Point(NamedTuple):
         what: "gather" or "reduce".
         part: The bytes of a rank's part.
         core_s: The seconds that a rank's process was on a core, the mean of the ranks.
+        seconds: The seconds until its end on the slowest rank.
     """
 
     what: str
     part: int
     core_s: float
+    seconds: float
 
 
 class Costs(NamedTuple):
@@ -54,13 +62,11 @@ class Costs(NamedTuple):
 
     Attributes:
         points: Collectives over `hosts`.
-        socket_bytes_per_s: As a machine has it.
-        link_bytes_per_s: The bytes that come into a host in a second.
+        turn_s: As a machine has it.
     """
 
     points: list[Point]
-    socket_bytes_per_s: float
-    link_bytes_per_s: float
+    turn_s: float
 
 
 class _Place(NamedTuple):
@@ -105,38 +111,64 @@ def measured_hosts(name: str) -> Machine | None:
     shared = f" by the {place.hosts} hosts that share them" if place.hosts > 1 else ""
     machine = replace(
         here,
-        transport="hosts",
         ranks_per_host=place.ranks,
         cores=cores / place.hosts,
         crowding=slower,
-        network_bytes_per_s=costs.link_bytes_per_s,
-        socket_bytes_per_s=costs.socket_bytes_per_s,
         sources={
             **here.sources,
             "ranks_per_host": "the launcher's",
             "cores": f"the cores that this process may use{shared}",
             "crowding": f"{measured}: a GPT on {on_machine} ranks and on {min(cores, on_machine)}",
-            "network_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
             "network_burst_bytes": "not measured: 0, as of a link without a bucket",
-            "socket_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
         },
     )
-    return with_exchanges(machine, comm.size, costs.points)
+    return with_network(machine, comm.size, costs)
 
 
-def with_exchanges(machine: Machine, ranks: int, points: Sequence[Point]) -> Machine:
-    """The machine, of which all else is known, with what an exchange takes of a core; `ranks` ranks measured it."""
-    known = replace(machine, network_latency_s=0.0)
+def with_network(machine: Machine, ranks: int, costs: Costs) -> Machine:
+    """The machine as one of several hosts, of which `ranks` ranks have measured the network."""
+    measured = "measured by `shardcomm bench --fit`"
     group = Group.of(ranks, 1, machine.ranks_per_host)
+    known = replace(
+        machine,
+        transport="hosts",
+        network_latency_s=0.0,
+        network_bytes_per_s=_MOST_RATE,
+        socket_bytes_per_s=_MOST_RATE,
+        turn_s=costs.turn_s,
+        sources={
+            **machine.sources,
+            "network_bytes_per_s": f"{measured}: gathers and reduces of more and of fewer bytes",
+            "socket_bytes_per_s": f"{measured}: the same, in time on a core",
+            "turn_s": f"{measured}: small gathers beside computation",
+        },
+    )
+    # What further chunks take is in the rates: an exchange of few bytes takes hardly anything of a core.
+    others, longer_s, in_sockets_s = 0, 0.0, 0.0
+    for point in costs.points:
+        sign = {_MORE: 1, _FEW: -1}.get(point.part, 0)
+        others += sign * (group.hosts - 1) * point.part
+        longer_s += sign * point.seconds
+        in_sockets_s += sign * (point.core_s - _core_s(point, group, known))
+    rates = replace(
+        known,
+        network_bytes_per_s=_rate(group.on_host * others, longer_s),
+        socket_bytes_per_s=_rate(others, in_sockets_s),
+    )
+    return _with_exchanges(rates, group, costs.points)
+
+
+def _with_exchanges(machine: Machine, group: Group, points: Sequence[Point]) -> Machine:
+    """The machine, of which all else is known, with what an exchange takes of a core."""
     exchanges_s = []
     for point in points:
-        known_s = _core_s(point, group, known)
-        exchanges = _core_s(point, group, replace(known, network_latency_s=1.0)) - known_s
+        known_s = _core_s(point, group, machine)
+        exchanges = _core_s(point, group, replace(machine, network_latency_s=1.0)) - known_s
         exchanges_s.append((point.core_s - known_s) / exchanges)
     measured = "measured by `shardcomm bench --fit`"
     each = ", ".join(f"{seconds * 1e6:.0f}" for seconds in exchanges_s)
     return replace(
-        known,
+        machine,
         network_latency_s=max(0.0, statistics.median(exchanges_s)),
         sources={
             **machine.sources,
@@ -167,26 +199,39 @@ def measured_costs(comm: Communicator) -> Costs:
             "reduce": partial(comm.reduce_scatter, part, sent, "avg"),
         }
         for what, call in calls.items():
-            points.append(Point(what, size, _times(comm, call, size).core_s))
-    return Costs(points, *_ring(comm.size))
+            points.append(Point(what, size, *_times(comm, call, size)))
+    return Costs(points, _turn_s(comm))
 
 
-def _ring(ranks: int) -> tuple[float, float]:
-    """The bytes that a core sends and receives in a second, and those that come into a host.
+def _turn_s(comm: Communicator) -> float:
+    """How much longer a small gather takes while all ranks compute than while none does; collective."""
+    beside, alone = (_gather_s(comm, computing=computing) for computing in (True, False))
+    return max(0.0, beside - alone)
 
-    Gloo's ring passes every part but one over each of its links, of which one goes into each host.
-    """
-    with Communicator.from_env(deadline_s=DEADLINE_S, transport="c10d", device="cpu") as ring:
-        few, more = (
-            _times(
-                ring,
-                partial(ring.all_gather, torch.empty(ranks * size // 4), torch.ones(size // 4)),
-                size,
-            )
-            for size in _RING_PARTS
-        )
-    passed = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
-    return _rate(passed, more.core_s - few.core_s), _rate(passed, more.seconds - few.seconds)
+
+def _gather_s(comm: Communicator, *, computing: bool) -> float:
+    """The seconds of a small gather on the slowest rank, the median of the rounds."""
+    part = torch.ones(_SMALL // 4)
+    full = comm.allocate(comm.size * part.numel(), use="gather")
+    matrix = torch.ones(256, 256)  # whose product takes well under a slice
+    caller, stream = _C.Stream.caller(), comm.streams.gather
+    seconds = torch.empty(_TURNS)
+    for round_ in range(_TURNS):
+        comm.barrier()
+        since = time.perf_counter()
+        while computing and time.perf_counter() - since < _BEFORE_S:
+            torch.mm(matrix, matrix)
+        begin = caller.record(timed=True)
+        comm.all_gather(full, part, stream=stream)
+        end = stream.record(timed=True)
+        # Another gather ends when all ranks have ended the first; until then nobody may pause.
+        last = comm.all_gather(full, part, stream=stream)
+        while computing and not last.is_completed():
+            torch.mm(matrix, matrix)
+        last.wait()
+        seconds[round_] = end.seconds_since(begin)
+    comm.all_reduce(seconds, "max")
+    return float(seconds.median())
 
 
 def _rate(nbytes: int, seconds: float) -> float:
