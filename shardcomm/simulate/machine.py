@@ -58,7 +58,7 @@ class Machine:
         name: The machine's name.
         origin: "measured" on the machine itself, or "published" by others.
         transport: What moves bytes: "shm" (memory that the ranks of one host share), "hosts" (that, and sockets between
-            hosts of at least two ranks) or "nccl" (rings).
+            hosts) or "nccl" (rings).
         ranks_per_host: The ranks that a host has at most.
         cores: The cores that a host's ranks share, for computation, copies and sockets; 0: each rank has a device of
             its own. Where hosts share a machine, as those of `shardcomm cluster` do, a host's share of its cores, which
@@ -143,7 +143,6 @@ class Machine:
     def _check_hosts(self) -> None:
         """Whether there are what the transport needs: cores, ranks that share memory, and a network."""
         for field, lacking, least in (
-            ("ranks_per_host", self.ranks_per_host < 2, "at least 2"),
             ("cores", not self.cores, "more than 0"),
             ("network_bytes_per_s", not self.network_bytes_per_s, "more than 0"),
             ("socket_bytes_per_s", not self.socket_bytes_per_s, "more than 0"),

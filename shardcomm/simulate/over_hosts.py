@@ -14,8 +14,6 @@ Where ranks need all cores, threads wait for their turns on one: before bytes cr
 the worker that sends; behind, the worker that receives, and those of the stream again. A rank that computes goes on
 until its slice ends, which is longer than what all of them do. So bytes cross late beside computation, and at once
 where ranks wait.
-
-The ranks of an all-reduce that are alone on their hosts, such as replicas, form a ring of Gloo's.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _SLOT_BYTES = 8 << 20  # for a chunk of all parts; as in csrc/comm/hosts.cpp
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 10, 512 << 10  # of a part
 
 MEETINGS = {"gather": 2, "reduce": 2, "all_reduce": 4}
-"""How often the ranks of a host meet."""
+"""How often the ranks of a host meet, where it has several."""
 
 CROSSINGS = {"gather": 1, "reduce": 1, "all_reduce": 2}
 """How often bytes cross, once after the other: an all-reduce is a reduce and a gather."""
@@ -100,7 +98,7 @@ def all_reduce(
     *,
     calls: int = 1,
 ) -> Cost:
-    """A reduce of parts and a gather of their sums; of ranks alone on their hosts, Gloo's ring.
+    """A reduce of parts and a gather of their sums.
 
     Args:
         nbytes: Of the cost.
@@ -111,8 +109,6 @@ def all_reduce(
         machine: The machine.
         calls: How many all-reduces have these bytes together.
     """
-    if group.ranks == group.hosts:
-        return _ring(nbytes, partial, used, group, machine, calls)
     part, sums = buffer / group.ranks, partial / group.ranks
     copied = buffer + 2 * group.hosts * sums + 2 * sums + part  # as of a reduce
     # As of a gather, but for the part that is there.
@@ -142,33 +138,16 @@ def _crossing(
     coded: float = 0.0,
 ) -> Cost:
     """The cost of a collective, or of several, whose rank copies, codes and exchanges bytes."""
-    core_s = calls * MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
+    meetings = calls * MEETINGS[what] if group.on_host > 1 else 0
+    core_s = meetings * machine.host_latency_s + copied / machine.host_bytes_per_s
     core_s += exchanges * machine.network_latency_s + others / machine.socket_bytes_per_s
     core_s += coded / machine.code_bytes_per_s
     into_host = others * group.on_host * group.beside
     across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
-    return _with_turns(
-        Move(MEMORY, core_s, copied + coded), across, calls * CROSSINGS[what], nbytes, machine
-    )
-
-
-def _with_turns(core: Move, across: Move, crossings: int, nbytes: int, machine: Machine) -> Cost:
-    """The cost of what a core does and then the link, in so many crossings; half of each one's turns come before it."""
-    stages: tuple[tuple[Move, ...], ...] = ((core,), (across,))
+    stages: tuple[tuple[Move, ...], ...] = ((Move(MEMORY, core_s, copied + coded),), (across,))
     if machine.turn_s and machine.ranks_per_host >= machine.cores:
-        turns = (Move(TURN, crossings * machine.turn_s / 2),)
+        turns = (
+            Move(TURN, calls * CROSSINGS[what] * machine.turn_s / 2),
+        )  # half of them come before
         stages = (turns, *stages, turns)
     return Cost(stages, nbytes)
-
-
-def _ring(
-    nbytes: int, buffer: float, used: float, group: Group, machine: Machine, calls: int
-) -> Cost:
-    sent = 2 * (group.hosts - 1) / group.hosts * buffer
-    summed, mean = 3 * sent / 2, 2 * buffer
-    copied = summed + mean + used
-    core_s = copied / machine.host_bytes_per_s + sent / machine.socket_bytes_per_s
-    met_s = calls * (group.hosts - 1) * machine.network_latency_s
-    across = Move(NETWORK, sent * group.beside / machine.network_bytes_per_s, sent)
-    core = Move(MEMORY, met_s + core_s, copied)
-    return _with_turns(core, across, calls * CROSSINGS["all_reduce"], nbytes, machine)

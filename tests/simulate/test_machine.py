@@ -63,10 +63,6 @@ def test_there_are_machines_of_h100s_and_h200s() -> None:
         ({"cores": -1}, "cores is -1; it must be a number from 0 to 4096"),
         ({"transport": "hosts"}, "cores is 0; with transport 'hosts' it must be more than 0"),
         (
-            {"transport": "hosts", "cores": 1, "ranks_per_host": 1},
-            "ranks_per_host is 1; with transport 'hosts' it must be at least 2",
-        ),
-        (
             {"transport": "hosts", "cores": 1, "network_bytes_per_s": 0},
             "network_bytes_per_s is 0; with transport 'hosts' it must be more than 0",
         ),

@@ -126,18 +126,18 @@ def test_an_all_reduce_is_a_reduce_and_a_gather() -> None:
     )
 
 
-def test_replicas_that_are_alone_on_their_hosts_form_a_ring() -> None:
-    """Three replicas of two shards each: two rings beside each other."""
+def test_replicas_that_are_alone_on_their_hosts_meet_nobody() -> None:
+    """Three replicas of two shards each: two groups beside each other."""
     of = unit(6, "hybrid_shard", replicas=3, numel=1536)
     shard = 4 * 1536 // 2
+    part = shard // 3
     cost = collectives.all_reduce(of, Group.of(3, 2, 2), cluster())
-    sent = 4 * shard / 3
-    # Two steps of three sum: two are read, and one is written. Then come the mean, and the gradient.
-    copied = 2 * 3 * shard / 3 + 2 * shard + 2 * shard
-    (core,), (across,) = cost.stages
-    assert across == Move("network", 2 * sent / 1024, sent)
-    assert core.nbytes == pytest.approx(copied)
-    assert core.seconds == pytest.approx(2 * EXCHANGED + copied / 2048 + sent / 512)
+    reduced = (shard + 3 * part) + 2 * part + (3 * part + part)
+    gathered = 2 * 2 * part + 2 * 2 * part + 2 * 2 * part
+    into_gradient = 2 * shard
+    sent = 2 * 2 * part
+    copied = reduced + gathered + into_gradient
+    assert cost.stages == moves(3 * EXCHANGED, copied, into_host=2 * sent, sent=sent)
 
 
 def test_each_chunk_of_a_part_takes_an_exchange() -> None:
@@ -174,7 +174,7 @@ def turns(cost: Cost) -> list[tuple[str, float]]:
 
 
 def test_threads_wait_for_their_turns_before_bytes_cross_and_behind() -> None:
-    """An all-reduce is a reduce and a gather; so is a ring's."""
+    """An all-reduce is a reduce and a gather."""
     where, group, turn_s = cluster(turn_s=0.5), Group.of(4, 1, 2), 0.25
 
     def crossing(times: int) -> list[tuple[str, float]]:

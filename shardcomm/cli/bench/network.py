@@ -98,7 +98,7 @@ def measured_hosts(name: str) -> Machine | None:
         if comm.transport != "hosts":
             raise ValueError(
                 f"the launcher's {comm.size} ranks communicate over {comm.transport!r}; a network is measured between "
-                "CPU hosts of equally many ranks, at least 2 on each (and one host without a launcher)"
+                "CPU hosts of equally many ranks (and one host without a launcher)"
             )
         here = measured_machine(name) if comm.rank == 0 else None
         place, cores = _place(comm), len(os.sched_getaffinity(0))
