@@ -13,7 +13,7 @@ the next ones, but those are busy with computation, and so late that little of i
 Where ranks need all cores, threads wait for their turns on one: before bytes cross those of the stream, which meet, and
 the worker that sends; behind, the worker that receives, and those of the stream again. A rank that computes goes on
 until its slice ends, which is longer than what all of them do. So bytes cross late beside computation, and at once
-where ranks wait.
+where ranks wait. Ranks that are alone on their hosts, such as replicas, meet nobody, and wait for half of the turns.
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def _crossing(
     across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
     stages: tuple[tuple[Move, ...], ...] = ((Move(MEMORY, core_s, copied + coded),), (across,))
     if machine.turn_s and machine.ranks_per_host >= machine.cores:
-        turns = (
-            Move(TURN, calls * CROSSINGS[what] * machine.turn_s / 2),
-        )  # half of them come before
-        stages = (turns, *stages, turns)
+        turn_s = calls * CROSSINGS[what] * machine.turn_s
+        if group.on_host == 1:  # half of the turns are those of ranks that meet
+            turn_s /= 2
+        turn = (Move(TURN, turn_s / 2),)
+        stages = (turn, *stages, turn)
     return Cost(stages, nbytes)
