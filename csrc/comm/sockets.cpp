@@ -23,8 +23,8 @@ namespace {
 
 constexpr int kChannels = 2;
 
-// A connection is looked after while nothing crosses: so it stays known to what forgets idle ones
-// on the way, and the end of a host without a word is noticed after two minutes.
+// Probes keep an idle connection known to what forgets such ones on the way. They also notice after
+// two minutes that a host has ended without a word.
 constexpr int kIdleS = 60, kBetweenProbesS = 10, kProbes = 6;
 
 // The descriptors of all sockets. A forked child closes its copies: while it kept them, other hosts
@@ -53,7 +53,7 @@ const bool closing_in_children = [] {
 
 std::string words_of(int error) { return std::generic_category().message(error); }
 
-// The error that a stream socket with another end does not have.
+// Throws unless `fd` is a stream socket with another end.
 void check_connected(int fd, std::size_t index) {
   int type = 0;
   socklen_t length = sizeof(type);
@@ -106,8 +106,8 @@ std::unique_ptr<Across> make_sockets(std::vector<int> sockets, int host, int hos
 
 Sockets::Sockets(std::vector<int> sockets, int host, int hosts)
     : sockets_(std::move(sockets)), host_(host), hosts_(hosts) {
-  const auto set = [](int fd, int level, int option,
-                      int value) {  // a socket of another kind has none
+  // What a socket of another kind than TCP's does not have, it does without.
+  const auto set = [](int fd, int level, int option, int value) {
     setsockopt(fd, level, option, &value, sizeof(value));
   };
   const std::lock_guard<std::mutex> lock(descriptors().mutex);
