@@ -24,7 +24,7 @@ namespace {
 constexpr int kChannels = 2;
 
 // Probes keep an idle connection known to what forgets such ones on the way. They also notice after
-// two minutes that a host has ended without a word.
+// two minutes that the host of an idle connection has ended without a word.
 constexpr int kIdleS = 60, kBetweenProbesS = 10, kProbes = 6;
 
 // The descriptors of all sockets. A forked child closes its copies: while it kept them, other hosts

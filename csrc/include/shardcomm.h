@@ -366,8 +366,8 @@ SHC_API shc_status shc_comm_init_rank(shc_comm** comm, int size, const shc_uniqu
                                       const shc_comm_options* options);
 
 // What carries bytes between hosts for shc_comm_init_hosts: collectives of the ranks with one index
-// on their hosts, such as MPI's. There are `hosts` of them, and each counts as the number of its
-// host.
+// on their hosts, such as MPI's. There are `hosts` of them; in these collectives a rank's number is
+// that of its host, and so is `root`.
 //
 // A function returns 0 when this rank's part is complete, or anything else if it cannot be, and may
 // then leave a sentence in `error`, which has room for 256 bytes. There are two channels, 0 and 1,
@@ -397,8 +397,9 @@ typedef struct shc_across {
 
 // Joins `hosts` hosts, of which this one has the number `host`, to a group in which this rank's
 // number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL without
-// exact sums, which has as many ranks on every host; it is only destroyed from now on, at any time,
-// and its deadline is the group's. Collective among all ranks, which compare their numbers.
+// exact sums, which has as many ranks on every host. From now on nothing but shc_comm_destroy is
+// called with it, at any time; its deadline is the group's. Collective among all ranks, which
+// compare their numbers.
 //
 // The group has shc_all_gather, shc_reduce_scatter, shc_all_reduce, shc_broadcast, shc_barrier and
 // shc_allocate; each byte enters a host once. A wait for other hosts ends at the deadline, but
@@ -407,10 +408,11 @@ typedef struct shc_across {
 SHC_API shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
                                        int host, int hosts);
 
-// The same over connected stream sockets, such as TCP's: sockets[h] and sockets[hosts + h] lead to
-// the rank with this one's index on host h, and those of this host are not looked at. The group
-// closes them at its end. If this function fails, they are closed, unless it is `sockets`, `host`
-// or `hosts` that was refused.
+// The same over connected stream sockets, such as TCP's, two to the rank with this one's index on
+// each other host h: sockets[h], whose other end is that rank's sockets[host], and
+// sockets[hosts + h], whose other end is its sockets[hosts + host]. Those of this host are not
+// looked at. The group closes them at its end. If this function fails, they are closed, unless it
+// is with SHC_INVALID_ARGUMENT for `sockets`, `host` or `hosts`.
 SHC_API shc_status shc_comm_init_hosts_over_sockets(shc_comm** comm, shc_comm* on_host,
                                                     const int* sockets, int host, int hosts);
 

@@ -147,7 +147,9 @@ def _crossing(
     stages: tuple[tuple[Move, ...], ...] = ((Move(MEMORY, core_s, copied + coded),), (across,))
     if machine.turn_s and machine.ranks_per_host >= machine.cores:
         turn_s = calls * CROSSINGS[what] * machine.turn_s
-        if group.on_host == 1:  # half of the turns are those of ranks that meet
+        if (
+            group.on_host == 1 < machine.ranks_per_host
+        ):  # half of the turns are those of ranks that meet
             turn_s /= 2
         turn = (Move(TURN, turn_s / 2),)
         stages = (turn, *stages, turn)
