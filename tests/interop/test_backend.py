@@ -153,7 +153,7 @@ def call_badly() -> None:
             call()
     x = torch.ones(2)
     dist.all_reduce(x)  # and none of it has harmed the group
-    assert x.tolist() == [2, 2]
+    assert x.tolist() == [3, 3]
     dist.destroy_process_group()
 
 
@@ -203,11 +203,11 @@ def test_killed_rank_is_named_by_all_others_within_seconds(what: Callable[[], No
         assert "died" in said
 
 
-def on_two_hosts() -> list[backend.Receipt]:
-    rank = os.environ["RANK"]
-    introduction.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+def on_unlike_hosts() -> list[backend.Receipt]:
+    rank = int(os.environ["RANK"])
+    introduction.host_identity = lambda: "AAB"[rank]  # type: ignore[assignment]
     dist.init_process_group(OURS)
-    x, whole = torch.ones(2), torch.empty(4)
+    x, whole = torch.ones(2), torch.empty(6)
     dist.all_reduce(x, dist.ReduceOp.AVG)
     gather_into(whole, x)
     scatter_from(x, whole)
@@ -219,12 +219,14 @@ def on_two_hosts() -> list[backend.Receipt]:
 
 
 @pytest.mark.covers("torch.distributed backend", transports=["c10d"])
-def test_ranks_on_several_hosts_use_gloo_and_say_so() -> None:
-    for receipts in launch(on_two_hosts, 2, timeout_s=60):
+def test_ranks_on_unlike_hosts_use_gloo_and_say_so() -> None:
+    for receipts in launch(on_unlike_hosts, 3, timeout_s=60):
         assert len(receipts) == 4
         for receipt in receipts:
             assert receipt.taken == "gloo"
-            assert receipt.reason == "the ranks are on several hosts, and each host has one rank"
+            assert receipt.reason == (
+                "the ranks are on several hosts, and the hosts have different numbers of ranks: 2, 1"
+            )
 
 
 def init_with(name: str) -> float:
