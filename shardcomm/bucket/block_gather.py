@@ -1,6 +1,7 @@
 """BlockGather: an all-gather that sends elements in a block format, a quarter of float32's bytes.
 
     shard ──encode──► own part ──all-gather──► a part of each rank ──decode──► full buffer
+      └──────cast───────►┘                                └──────────copy───────────►┘       of elements that stay wide
 
 Every part is decoded, also a rank's own, so that all ranks compute with the same values. The ranks of a host have one
 full buffer where they share memory: each then decodes some of the parts, and they meet when all are there. The parts
@@ -13,12 +14,17 @@ Communication for Giant Model Training", arXiv 2306.10209, section 3.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.words import Use
 from shardcomm.copy.blocks import WIRE_ALIGN, BlockFormat, BlockSegment, decode, encode
+from shardcomm.copy.bound_copy import BoundCopy
+from shardcomm.copy.plan import CopyPlan
+from shardcomm.copy.segment import Segment
+from shardcomm.copy.wire_part import Run, WirePart, part_bytes
 from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import AnyEvent, AnyStream, uses_core
@@ -71,7 +77,8 @@ class BlockGather:
     Args:
         comm: The ranks, at least two.
         layout: The bucket's layout.
-        format: How elements are sent. It rounds to nearest.
+        format: How elements are coded. It rounds to nearest.
+        coded: How many parameters are coded, the first ones of `layout`. The others are sent in the dtype of `full`.
         full: The full buffer, where decoded elements go.
         shard: This rank's elements.
         wire: Memory for the parts. None: its own.
@@ -90,6 +97,7 @@ class BlockGather:
         comm: Communicator,
         layout: Layout,
         format: BlockFormat,
+        coded: int,
         full: torch.Tensor,
         shard: torch.Tensor,
         *,
@@ -101,25 +109,35 @@ class BlockGather:
                 f"Bucket: gather_format is {format}, and the communicator is on {comm.device}, where the core does not "
                 "encode; leave it out"
             )
-        parts = [format.nbytes(numel) for numel in layout.shard_numels]
+        parts = part_bytes(layout, format, coded, full.itemsize)
         self.nbytes = sum(parts) - parts[comm.rank]
         self.wire = BlockWire(comm, max(parts), sum(parts)) if wire is None else wire
         self.wire.check(parts)
         self._stats = WireStats(comm.device)
         self._format = format
-        self._shard = [BlockSegment(shard, 0)]
-        self._sent = self.wire.sent[: parts[comm.rank]]
+        own = WirePart.of(layout, comm.rank, format, coded, full.itemsize)
+        sent = self.wire.sent[: parts[comm.rank]]
+        self._sent, wide = sent[: own.coded_bytes], sent[own.coded_bytes :].view(full.dtype)
+        self._shard = _coded(shard, own.coded)
+        self._cast = _copy(
+            [_moved(run.numel, run.start, run.place) for run in own.wide], shard, wide
+        )
         received = self.wire.received[: sum(parts)]
         self._sharing = comm.sharing(full, tag=tag)
-        shards = zip(
-            torch.split(received, parts), torch.split(full, list(layout.shard_numels)), strict=True
-        )
-        self._decoded = [  # this rank's share of the parts; over `hosts`, those that it has brought in
-            (part, [BlockSegment(elements, 0)])
-            for rank, (part, elements) in enumerate(shards)
-            if rank % self._sharing.ranks == self._sharing.number
-        ]
-        self._gather = comm.bind_all_gather(received, self._sent, counts=parts, tag=tag)
+        self._decoded: list[tuple[torch.Tensor, list[BlockSegment]]] = []
+        copied: list[Segment] = []
+        begins = list(accumulate(parts, initial=0))
+        # This rank's share of the parts; over `hosts`, those that it has brought in.
+        for rank in range(self._sharing.number, comm.size, self._sharing.ranks):
+            part = WirePart.of(layout, rank, format, coded, full.itemsize)
+            begin, start = begins[rank], layout.starts[rank]
+            behind = begin + part.coded_bytes
+            if part.coded:
+                self._decoded.append((received[begin:behind], _coded(full[start:], part.coded)))
+            first = behind // full.itemsize
+            copied += [_moved(r.numel, first + r.place, start + r.start) for r in part.wide]
+        self._copy = _copy(copied, received.view(full.dtype), full)
+        self._gather = comm.bind_all_gather(received, sent, counts=parts, tag=tag)
         self._ended: AnyEvent | None = None  # that of the latest gather; None: there was none
 
     def take_error(self) -> WireError:
@@ -133,13 +151,42 @@ class BlockGather:
         if after is not None:
             stream.wait(after.record())
         threads = torch.get_num_threads()
-        encode(
-            self._format, self._shard, self._sent, stats=self._stats, stream=stream, threads=threads
-        )
+        if self._shard:
+            encode(
+                self._format,
+                self._shard,
+                self._sent,
+                stats=self._stats,
+                stream=stream,
+                threads=threads,
+            )
+        if self._cast is not None:
+            self._cast.run(stream=stream)
         self._gather.queue(stream, None)
         for part, elements in self._decoded:
             decode(self._format, part, elements, stream=stream, threads=threads)
+        if self._copy is not None:
+            self._copy.run(stream=stream)
         if self._sharing.meeting is not None:
             self._sharing.meeting.queue(stream, None)
         self._ended = stream.record()
         return self._ended
+
+
+def _coded(shard: torch.Tensor, runs: Sequence[Run]) -> list[BlockSegment]:
+    """The runs of a shard, which may have more behind it, as they are encoded and decoded."""
+    return [BlockSegment(shard[run.start : run.start + run.numel], run.place) for run in runs]
+
+
+def _moved(numel: int, source: int, destination: int) -> Segment:
+    return Segment(0, 0, source, numel, destination, numel, 1, numel)
+
+
+def _copy(
+    segments: Sequence[Segment], source: torch.Tensor, destination: torch.Tensor
+) -> BoundCopy | None:
+    """The copy of `segments` from one flat tensor to another, with a cast where dtypes differ; None without any."""
+    if not segments:
+        return None
+    plan = CopyPlan(tuple(segments), source.dtype, destination.dtype)
+    return plan.bind([source], [destination], threads=torch.get_num_threads())

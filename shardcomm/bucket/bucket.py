@@ -21,7 +21,7 @@ from torch import nn
 
 from shardcomm.arguments.checks import check_type
 from shardcomm.arguments.dtype import FLOATS
-from shardcomm.arguments.scalars import check_tag
+from shardcomm.arguments.scalars import check_tag, is_whole
 from shardcomm.bucket.block_gather import BlockWire
 from shardcomm.bucket.gathering import Gathering
 from shardcomm.bucket.offload import Offload
@@ -59,6 +59,8 @@ class Bucket:
         reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
         gather_format: The block format in which a gather sends the shard, from `dtype`; `params` then are what it
             stands for, in `param_dtype`. Both must be float32, bfloat16 or float16. None: `param_dtype`.
+        coded: How many parameters `gather_format` is for, the first ones of `layout`; the same gather sends the others
+            in `param_dtype`. None: all.
         reduce_format: In what the ranks of a host send the sums of their gradients to other hosts: torch.bfloat16 or a
             block format. Within a host gradients have `reduce_dtype`, which must be float32, bfloat16 or float16, and
             sums are taken in float32. It needs transport "hosts", and no `replicas`. None: those sums are sent as
@@ -79,6 +81,7 @@ class Bucket:
         replica_tag: The same for the all-reduce over `replicas`.
 
     Attributes:
+        coded: How many parameters a gather codes, the first ones, if there is a `gather_format`.
         layout: As given.
         comm: As given.
         shard: This rank's elements, flat: `layout.shard_numels[comm.rank]` of `dtype`.
@@ -119,6 +122,7 @@ class Bucket:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         gather_format: BlockFormat | None = None,
+        coded: int | None = None,
         reduce_format: ReduceFormat | None = None,
         full_buffer: torch.Tensor | None = None,
         reduce_buffer: torch.Tensor | None = None,
@@ -152,6 +156,7 @@ class Bucket:
         self.param_dtype = param_dtype or dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
         self.gather_format = gather_format
+        self.coded = _checked_coded(coded, len(layout.placements))
         self.reduce_format = reduce_format
         self.offload = offload
         numel = layout.shard_numels[comm.rank]
@@ -187,6 +192,7 @@ class Bucket:
             self.shard,
             self.full,
             gather_format,
+            coded=self.coded,
             wire=wire,
             offload=offload,
             side=side,
@@ -490,10 +496,23 @@ class Bucket:
             "param_dtype": str(self.param_dtype),
             "reduce_dtype": str(self.reduce_dtype),
             "gather_format": str(self.gather_format),
+            "coded": str(self.coded),
             "reduce_format": str(self.reduce_format),
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
+
+
+def _checked_coded(coded: int | None, params: int) -> int:
+    """The number of parameters that a gather codes."""
+    if coded is None:
+        return params
+    if not is_whole(coded, 0, params):
+        raise ValueError(
+            f"Bucket: coded is {coded!r}; it must be a whole number from 0 to {params}, the number of parameters, or "
+            "None for all"
+        )
+    return coded
 
 
 def _check_format(format: BlockFormat | None, dtype: torch.dtype) -> None:

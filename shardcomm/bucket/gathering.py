@@ -30,7 +30,7 @@ from shardcomm.stream.work import DONE, Work
 
 
 class Gathering:
-    """Gathers the shards of `layout` over the ranks of `comm` into `full`.
+    """Gathers the shards of `layout` over the ranks of `comm` into `full`; in `format` the first `coded` parameters.
 
     Attributes:
         wire: The memory for gathers in a block format; None without one, and on a rank alone.
@@ -44,6 +44,7 @@ class Gathering:
         full: torch.Tensor,
         format: BlockFormat | None,
         *,
+        coded: int,
         wire: BlockWire | None,
         offload: Offload | None,
         side: SideStreams,
@@ -62,7 +63,9 @@ class Gathering:
         self._blocks: BlockGather | None = None
         self.wire: BlockWire | None = None
         if format is not None and comm.size > 1:
-            self._blocks = BlockGather(comm, layout, format, full, self._sent, wire=wire, tag=tag)
+            self._blocks = BlockGather(
+                comm, layout, format, coded, full, self._sent, wire=wire, tag=tag
+            )
             self.wire = self._blocks.wire
 
     @cached_property

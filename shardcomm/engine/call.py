@@ -87,6 +87,7 @@ def items_of(model: nn.Module, units: Sequence[GroupedUnit]) -> Iterator[Item]:
                 "param_dtype": str(group.param_dtype),
                 "reduce_dtype": str(group.reduce_dtype),
                 "gather_format": str(group.gather_format),
+                "coded": str(group.coded),
                 "reduce_format": str(group.reduce_format),
             }
             yield from layout_items(group.layout, shared)

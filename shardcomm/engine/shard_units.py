@@ -76,6 +76,7 @@ class _Memory:
                     param_dtype=group.param_dtype,
                     reduce_dtype=group.reduce_dtype,
                     gather_format=group.gather_format,
+                    coded=group.coded,
                     reduce_format=group.reduce_format,
                     full_buffer=None if full is None else full.view(group.param_dtype),
                     reduce_buffer=reduced,

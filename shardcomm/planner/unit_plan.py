@@ -18,7 +18,8 @@ class UnitPlan:
         trained_numel: How many of them have gradients.
         shards: How many ranks hold the unit between them.
         replicas: How many times they do.
-        buckets: How many buckets its parameters have, by dtype and format, each of which is gathered by itself.
+        buckets: How many buckets its parameters have, each of which is gathered by itself: one for each dtype and block
+            format, and others for parameters that are frozen or not cut.
         reduced_buckets: How many of them have gradients, each of which is reduced by itself.
         parameter_bytes: The rank's shard, padding included.
         gradient_bytes: The gradients of the rank's shard, padding included.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat
+from shardcomm.copy.wire_part import part_bytes
 from shardcomm.layout.layout import Layout
 from shardcomm.unit.unit import OwnedParam
 
@@ -23,6 +25,7 @@ class BucketGroup:
         param_dtype: As in `Bucket`.
         reduce_dtype: As in `Bucket`.
         gather_format: As in `Bucket`.
+        coded: How many parameters `gather_format` is for, the first ones; 0 without one.
         reduce_format: As in `Bucket`.
         cpu_offload: Whether the bucket's shard is in host memory.
     """
@@ -33,6 +36,7 @@ class BucketGroup:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     gather_format: BlockFormat | None
+    coded: int
     reduce_format: ReduceFormat | None
     cpu_offload: bool
 
@@ -87,11 +91,12 @@ class BucketGroup:
         passes = 2 if isinstance(self.reduce_format, BlockFormat) else 1
         return passes * (self.partial_shard_bytes[rank] + self.crossing_shard_bytes[rank])
 
-    @property
+    @cached_property
     def sent_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part as a gather sends it."""
         if self.gather_format is not None and self.layout.world_size > 1:
-            return self._of_each_rank(self.gather_format.nbytes)
+            itemsize = self.param_dtype.itemsize
+            return part_bytes(self.layout, self.gather_format, self.coded, itemsize)
         return self._of_each_rank(lambda numel: numel * self.param_dtype.itemsize)
 
     @property

@@ -27,6 +27,15 @@ GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
 ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
 """A shard dim for all parameters, or a function of a parameter's name and the parameter."""
 
+_Together = list[tuple[OwnedParam, ParamSpec]]
+
+_MOST_SENT, _MOST_SENT_BYTES = 1.25, 16 << 10
+"""How much more than two gathers one gather of a group may send: a factor, and bytes for each rank beside it.
+
+The longest part decides, since parts are equal. A gather less saves its latency: a small message takes a millisecond
+and more on a slow link, in which that carries a hundred kilobytes.
+"""
+
 
 def group_units(
     units: Sequence[UnitParams],
@@ -40,7 +49,9 @@ def group_units(
 
     A unit has a group for each dtype, and for each block format in which it is gathered. Frozen parameters have groups
     of their own, since they are never reduced. So do parameters that are not cut, since their shards are as long as
-    what each rank owns; owners are chosen over all units of a pool (`shardcomm.unit.owners`).
+    what each rank owns; owners are chosen over all units of a pool (`shardcomm.unit.owners`). Parameters that stay
+    wide beside coded ones, such as norms, share their group, which one collective then gathers, unless there are so
+    many that equal parts would be long for all ranks.
 
     Args:
         units: The model's units.
@@ -106,27 +117,47 @@ def _groups(
 ) -> list[BucketGroup]:
     """The groups of a unit's parameters."""
     precision = policy.mixed_precision or MixedPrecision()
-    by_kind: dict[
-        tuple[torch.dtype, bool, bool, BlockFormat | None], list[tuple[OwnedParam, ParamSpec]]
-    ] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool], dict[BlockFormat | None, _Together]] = {}
     for owned, spec in params:
         param = owned.param
         format = precision.gather_format_of(spec.name, param)
-        kind = param.dtype, param.requires_grad, spec.name in owners, format
-        by_kind.setdefault(kind, []).append((owned, spec))
-    return [
-        _group(together, world_size, policy, format, owners)
-        for (_, _, _, format), together in by_kind.items()
-    ]
+        kind = param.dtype, param.requires_grad, spec.name in owners
+        by_kind.setdefault(kind, {}).setdefault(format, []).append((owned, spec))
+    groups: list[BucketGroup] = []
+    for by_format in by_kind.values():
+        apart = [
+            _group(together, world_size, policy, format, owners)
+            for format, together in by_format.items()
+        ]
+        wide = by_format.pop(None, [])
+        first = next(iter(by_format), None)
+        if wide and first is not None:
+            beside = [group for group in apart if group.gather_format in (None, first)]
+            coded = by_format[first]
+            joint = _group([*coded, *wide], world_size, policy, first, owners, coded=len(coded))
+            if _pays(joint, beside):
+                apart = [joint, *(g for g in apart if g.gather_format not in (None, first))]
+        groups += apart
+    return groups
+
+
+def _pays(joint: BucketGroup, apart: Sequence[BucketGroup]) -> bool:
+    """Whether one gather of all takes the place of several without sending much more."""
+    ranks = joint.layout.world_size
+    few = sum(sum(group.sent_bytes) for group in apart)
+    return sum(joint.sent_bytes) <= _MOST_SENT * few + ranks * _MOST_SENT_BYTES
 
 
 def _group(
-    together: Sequence[tuple[OwnedParam, ParamSpec]],
+    together: _Together,
     world_size: int,
     policy: Policy,
     format: BlockFormat | None,
     owners: Mapping[str, int],
+    *,
+    coded: int | None = None,
 ) -> BucketGroup:
+    """A group; its first `coded` parameters are gathered in `format`, or all of them if that is None."""
     params, specs = [owned for owned, _ in together], [spec for _, spec in together]
     dtype = params[0].param.dtype
     precision = policy.mixed_precision or MixedPrecision()
@@ -149,6 +180,7 @@ def _group(
         param_dtype,
         reduce_dtype,
         format,
+        0 if format is None else len(params) if coded is None else coded,
         reduce_format,
         bool(policy.cpu_offload),
     )

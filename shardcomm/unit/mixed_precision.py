@@ -27,8 +27,9 @@ class MixedPrecision:
             parameter's own.
         gather_format: The block format in which gathers send parameters, from the shards' own dtype. Computation is in
             `param_dtype`, with what the format stands for. A `BlockFormat` is for parameters of two dims and more, so
-            that norms and biases stay as they are; a function decides for each parameter, and returns a BlockFormat or
-            None. `engine.wire_error()` says how far the parameters are from those of the shards.
+            that norms and biases stay as they are, in the same gather; a function decides for each parameter, and
+            returns a BlockFormat or None. `engine.wire_error()` says how far the parameters are from those of the
+            shards.
         reduce_dtype: The dtype in which gradients are sent. None: `param_dtype`. Sums are always taken in float32 or
             wider.
         reduce_format: In what the ranks of a host send the sums of their gradients to other hosts, over transport

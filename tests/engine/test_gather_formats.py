@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -30,7 +32,12 @@ from shardcomm import (
     launch,
 )
 from shardcomm.bucket.block_gather import BlockWire
+from shardcomm.bucket.reduction import Reduction
+from shardcomm.comm import introduction
+from shardcomm.comm.bound_collective import BoundCollective
+from shardcomm.comm.core import CoreCommunicator
 from shardcomm.interop.chakra import write_step
+from shardcomm.stream.work import Work
 from shardcomm.unit.mixed_precision import GatherFormatOf
 from support.block_reference import encoded, values_of
 from support.thread_ranks import run_mesh, run_threads
@@ -180,8 +187,7 @@ def test_a_function_decides_for_each_parameter() -> None:
             param.name
             for unit in engine.units
             for bucket, params in unit.buckets
-            for param in params
-            if bucket.gather_format is not None
+            for param in params[: bucket.coded if bucket.gather_format else 0]
         }
         return trained(engine, comm.rank), coded
 
@@ -201,6 +207,20 @@ def over_processes(transport: Transport) -> Trained:
 def test_processes_compute_with_the_values_on_the_wire(transport: Transport) -> None:
     seen, *_ = launch(over_processes, 2, (transport,), timeout_s=120)
     check_steps(seen, 2, of_matrices(BlockFormat("mxint8")))
+
+
+def over_hosts() -> Trained:
+    rank = int(os.environ["RANK"])
+    introduction.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    with Communicator.from_env(deadline_s=60.0, transport="hosts") as comm:
+        return trained(sharded(comm, BlockFormat("mxint8")), comm.rank)
+
+
+@pytest.mark.covers("block formats", transports=["hosts"])
+def test_hosts_compute_with_the_values_on_the_wire() -> None:
+    """Two hosts of two ranks, which are one host here that says it is two. A rank decodes parts of several ranks."""
+    seen, *_ = launch(over_hosts, 4, timeout_s=120)
+    check_steps(seen, 4, of_matrices(BlockFormat("mxint8")))
 
 
 def test_the_errors_are_those_of_the_gathered_values() -> None:
@@ -300,12 +320,16 @@ def test_the_plan_is_what_a_rank_holds_and_receives(case: str) -> None:
         assert engine.footprint().wire_bytes > 0
         gathers = [unit.full.gather_bytes for unit in engine.units]
         assert gathers == [unit.gather_bytes for unit in plan.units]
-        # From first principles: a byte an element, one of 64 for scales, and each part up to a multiple of 128.
-        hidden = engine.unit(net.hidden)
-        (bucket,) = (b for b, _ in hidden.buckets if b.gather_format)
-        others = [n for r, n in enumerate(bucket.layout.shard_numels) if r != comm.rank]
-        parts = [-(-n // 64) * 65 for n in others]
-        assert bucket.gather_bytes == sum(-(-part // 128) * 128 for part in parts)
+        # From first principles: of the weight a byte an element, and one of 64 for scales; of the bias what it takes in
+        # param_dtype; both up to a multiple of 128. Parts are equal where shards are.
+        ((bucket, _),) = engine.unit(net.hidden).buckets
+        layout = bucket.layout
+        weights, biases = ([layout.piece(r, i).numel for r in range(3)] for i in (0, 1))
+        sizes = [-(-n // 64) * 65 for n in weights], [n * bucket.full.itemsize for n in biases]
+        parts = [sum(-(-size // 128) * 128 for size in part) for part in zip(*sizes, strict=True)]
+        if len(set(layout.shard_numels)) == 1:
+            parts = [max(parts)] * 3
+        assert bucket.gather_bytes == sum(parts) - parts[comm.rank]
         return comm.rank, bucket.gather_bytes
 
     run_threads(run, 3)
@@ -319,6 +343,116 @@ def test_a_rank_alone_rounds_nothing() -> None:
     assert torch.equal(net(tokens), plain(tokens))
     assert set(engine.wire_error().values()) == {(0.0, 0.0, 0)}
     assert engine.footprint().wire_bytes == 0
+
+
+@pytest.mark.covers("block formats")
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}], ids=["cut", "owned"])
+def test_a_unit_makes_one_gather_and_one_reduce(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[Tensor] = []
+    reduced: list[Reduction] = []
+    bind, reduce = CoreCommunicator.bind_all_gather, Reduction.reduce
+
+    def binding(self: CoreCommunicator, recv: Tensor, *args: Any, **given: Any) -> BoundCollective:
+        bound.append(recv)
+        return bind(self, recv, *args, **given)
+
+    def reducing(self: Reduction, **given: Any) -> Work:
+        reduced.append(self)
+        return reduce(self, **given)
+
+    monkeypatch.setattr(CoreCommunicator, "bind_all_gather", binding)
+    monkeypatch.setattr(Reduction, "reduce", reducing)
+
+    def run(comm: Communicator) -> None:
+        engine = sharded(comm, BlockFormat("mxint8"), **options)
+        units = [unit for unit in engine.units if unit.params]
+        assert [len(unit.buckets) for unit in units] == [1] * 4
+        loss_of(engine.model, 0, comm.rank).backward()
+
+    run_threads(run, 2)
+    assert len(bound) == 2 * 4  # each rank binds the gather of each unit once
+    assert len(reduced) == 2 * 4
+
+
+@pytest.mark.covers("block formats", "mixed precision")
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_stays_wide_is_as_without_a_format(
+    ranks: int, param_dtype: torch.dtype | None
+) -> None:
+    """To the bit, while the matrices beside it are what the format makes of their rows."""
+    wire = MixedPrecision(param_dtype=param_dtype, gather_format=BlockFormat("mxint8", 128))
+
+    def run(comm: Communicator) -> None:
+        net = made_net()
+        engine = fully_shard(net, comm, mixed_precision=wire)  # one unit of all parameters
+        ((bucket, _),) = (entry for unit in engine.units for entry in unit.buckets)
+        rows = {
+            placed.spec.name: [bucket.layout.piece(rank, i).numel for rank in range(ranks)]
+            for i, placed in enumerate(bucket.layout.placements)
+        }
+        seen: dict[str, Tensor] = {}
+
+        def look(*_: object) -> None:
+            seen.update({name: param.detach().clone() for name, param in net.named_parameters()})
+
+        net.register_forward_pre_hook(look)
+        loss_of(net, 0, comm.rank)
+        assert set(seen) == set(INITIAL)
+        for name, value in INITIAL.items():
+            expected = value
+            if value.ndim > 1:
+                pieces = value.flatten().split(rows[name])
+                expected = torch.cat(
+                    [on_wire(piece, BlockFormat("mxint8", 128)) for piece in pieces]
+                )
+            assert torch.equal(
+                seen[name], expected.view_as(value).to(param_dtype or value.dtype)
+            ), name
+
+    run_threads(run, ranks)
+
+
+def formats_of_groups(
+    format: GatherFormatOf, model: nn.Module, ranks: int
+) -> list[tuple[str, int, int]]:
+    """Of each bucket of a unit its format, how many parameters are coded, and how many there are."""
+
+    def run(comm: Communicator) -> list[tuple[str, int, int]]:
+        engine = fully_shard(
+            copy.deepcopy(model), comm, mixed_precision=MixedPrecision(gather_format=format)
+        )
+        (unit,) = engine.units
+        return [
+            (bucket.gather_format.name if bucket.gather_format else "", bucket.coded, len(params))
+            for bucket, params in unit.buckets
+        ]
+
+    return run_threads(run, ranks)[0]
+
+
+@pytest.mark.covers("block formats")
+def test_what_stays_wide_joins_the_first_format() -> None:
+    def of(name: str, param: nn.Parameter) -> BlockFormat | None:
+        if param.ndim < 2:
+            return None
+        return BlockFormat("mxfp8" if name.startswith("out") else "mxint8")
+
+    assert formats_of_groups(of, made_net(), 2) == [("mxint8", 2, 6), ("mxfp8", 1, 1)]
+
+
+@pytest.mark.covers("block formats")
+def test_what_stays_wide_has_a_bucket_where_it_is_most_of_a_unit() -> None:
+    """Equal parts would all be as long as that of the rank whose elements are all wide."""
+    model = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 2000), nn.LayerNorm(64))
+
+    def of(name: str, param: nn.Parameter) -> BlockFormat | None:
+        return BlockFormat("mxint8") if name == "1.weight" else None
+
+    assert formats_of_groups(of, model, 4) == [("", 0, 4), ("mxint8", 1, 1)]
+    assert formats_of_groups(BlockFormat("mxint8"), model, 4) == [("mxint8", 2, 5)]
 
 
 @pytest.mark.covers("block formats", "reshard_after_forward")

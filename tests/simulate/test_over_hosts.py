@@ -13,6 +13,7 @@ from shardcomm import BlockFormat, Machine, MemoryPlan, MixedPrecision, Simulati
 from shardcomm.planner.unit_plan import UnitPlan
 from shardcomm.simulate import collectives
 from shardcomm.simulate.cost import Cost, Group, Move
+from shardcomm.unit.mixed_precision import GatherFormatOf
 from support.machines import machine
 
 NUMEL = 1024
@@ -147,9 +148,14 @@ def test_each_chunk_of_a_part_takes_an_exchange() -> None:
     assert cost.stages == moves(2 * MET + 4 * EXCHANGED, copied, into_host=2 * part, sent=part)
 
 
-def test_each_bucket_of_a_unit_meets_and_exchanges() -> None:
-    """The matrix is gathered in blocks, and its bias beside it; both are then reduced, too."""
-    wire = MixedPrecision(gather_format=lambda _, p: BlockFormat("mxint8") if p.ndim > 1 else None)
+def of_formats(name: str, param: nn.Parameter) -> BlockFormat:
+    return BlockFormat("mxint8" if param.ndim > 1 else "mxfp8")
+
+
+@pytest.mark.parametrize(("format", "buckets"), [(BlockFormat("mxint8"), 1), (of_formats, 2)])
+def test_each_bucket_of_a_unit_meets_and_exchanges(format: GatherFormatOf, buckets: int) -> None:
+    """A matrix and its bias, which stays wide in the same bucket, or has a format of its own, and so a bucket."""
+    wire = MixedPrecision(gather_format=format)
     of = MemoryPlan.of(nn.Linear(1, NUMEL), 4, mixed_precision=wire).units[0]
     where = cluster(**dict.fromkeys(("host_bytes_per_s", "socket_bytes_per_s"), 1e15))
     group = Group.of(4, 1, 2)
@@ -158,7 +164,7 @@ def test_each_bucket_of_a_unit_meets_and_exchanges() -> None:
         collectives.reduce(of, group, where),
     ):
         ((core,), (_,)) = cost.stages
-        assert core.seconds == pytest.approx(2 * (2 * MET + 2 * EXCHANGED))
+        assert core.seconds == pytest.approx(buckets * (2 * MET + 2 * EXCHANGED))
 
 
 def test_a_group_within_a_host_shares_memory_alone() -> None:
