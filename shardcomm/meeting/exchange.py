@@ -180,8 +180,9 @@ class Exchange:
             )
         shown = {self.rank: payload}
         pause_s = _SHORTEST_PAUSE_S
+        failed: bytes | None = None
         while True:
-            last = over.is_set()
+            last = over.is_set() or failed is not None
             for peer in range(self.size):
                 if peer in shown:
                     continue
@@ -191,8 +192,12 @@ class Exchange:
                     break  # one question a look is enough, until the wait is over
             if len(shown) == self.size:
                 return [shown[peer] for peer in range(self.size)]
-            if (word := self._read(f"{self._name}/failed")) is not None:
-                raise from_bytes(word)
+            if failed is not None:
+                raise from_bytes(failed)
+            # Who gives up over what this round has shown does so when all words are there: they are looked for again.
+            failed = self._read(f"{self._name}/failed")
+            if failed is not None:
+                continue
             if last:
                 missing = [str(peer) for peer in range(self.size) if peer not in shown]
                 raise _NotAllCameError(

@@ -219,6 +219,31 @@ def test_why_a_rank_gives_up_reaches_all_others_at_once(
         assert noticed - gave_up < NOTICED_S, message
 
 
+class _OtherGivesUp(Exchange):
+    """Rank 1's exchange. Between its looks at the others' words and at who has failed, rank 0 comes and gives up."""
+
+    def __init__(self, zero: Exchange, store: dist.Store) -> None:
+        super().__init__(store, "test", 1, 2, 60.0)
+        self._zero = [zero]
+
+    def _read(self, key: str) -> bytes | None:
+        if key.endswith("/failed") and self._zero:
+            zero = self._zero.pop()
+            assert zero(b"zero") == [b"zero", b"one"]
+            with pytest.raises(ValueError, match="no"), zero.telling():
+                raise ValueError("no")
+        return super()._read(key)
+
+
+def test_who_gives_up_over_a_round_does_not_keep_its_words_from_others() -> None:
+    """So that each rank raises its own error over what the ranks do not agree on."""
+    store = dist.HashStore()
+    one = _OtherGivesUp(Exchange(store, "test", 0, 2, 60.0), store)
+    assert one(b"one") == [b"zero", b"one"]
+    with pytest.raises(CommError, match="rank 0 of 2 gave up its set-up: ValueError: no"):
+        one(b"again")
+
+
 def test_ranks_with_different_world_sizes_are_told_at_once() -> None:
     store = dist.HashStore()
 
