@@ -64,7 +64,7 @@ def from_env(
             exchange,
             transport,
             where,
-            lambda ranks: _gloo_groups(exchange, over, ranks),
+            lambda: _gloo_groups(exchange, over),
             cta_policy,
             sums,
         )
@@ -96,7 +96,7 @@ def from_mpi(
             exchange,
             transport,
             where,
-            lambda ranks: _gloo_groups(exchange, over, ranks),
+            lambda: _gloo_groups(exchange, over),
             cta_policy,
             sums,
         )
@@ -116,19 +116,16 @@ class _Store(NamedTuple):
     device: torch.device
 
 
-def _gloo_groups(
-    exchange: Exchange, over: _Store, ranks: Sequence[int]
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _gloo_groups(exchange: Exchange, over: _Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     if over.device.type != "cpu":
         raise ValueError(
             f"{over.operation}: transport is 'c10d', which is Gloo here, and device is {over.device}; accepted: 'cpu', "
             "or from_process_group with a group of that device"
         )
     timeout = timedelta(seconds=exchange.deadline_s)
-    name = f"{over.name}/{len(ranks)} from {ranks[0]}"
-    own = ranks.index(exchange.rank)
+    rank, size = exchange.rank, exchange.size
     groups = [
-        ProcessGroupGloo(PrefixStore(f"{name}/{use}", over.store), own, len(ranks), timeout)
+        ProcessGroupGloo(PrefixStore(f"{over.name}/{use}", over.store), rank, size, timeout)
         for use in ("gathers", "reduces")
     ]
     # A backend has the collectives of a ProcessGroup, without being one to the type checker.
@@ -246,15 +243,15 @@ def from_ranks_of(
 def _groups_of(
     group: dist.ProcessGroup, members: Sequence[int], exchange: Exchange, where: torch.device
 ) -> MakeGroups:
-    """What makes groups of ranks of `exchange`, which are these members of `group`."""
+    """What makes groups of the ranks of `exchange`, which are these members of `group`."""
 
-    def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         name = _new_name(exchange)
         if where.type == "cpu" and isinstance(backend_of(group, where), ProcessGroupGloo):
             over = _Store("from_process_group", group.get_group_store(), name, where)
-            return _gloo_groups(exchange, over, ranks)
+            return _gloo_groups(exchange, over)
         world = dist.get_process_group_ranks(group)
-        own = [world[members[rank]] for rank in ranks]
+        own = [world[member] for member in members]
         gathers, reduces = (
             _new_group(group, own, f"{name}/{own[0]}/{use}", exchange.deadline_s)
             for use in ("gathers", "reduces")

@@ -20,8 +20,8 @@ from shardcomm.comm.words import CtaPolicy, Sums, Transport
 from shardcomm.meeting.connections import connect
 from shardcomm.meeting.exchange import Exchange
 
-# Makes two groups of these ranks, of which this rank is one: for gathers, and for reduces. Collective among them.
-MakeGroups = Callable[[Sequence[int]], tuple[dist.ProcessGroup, dist.ProcessGroup]]
+# Makes two groups of all ranks: for gathers, and for reduces. Collective.
+MakeGroups = Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]]
 
 _CPU = torch.device("cpu")
 _ENDED_S = 0.5  # within this time the end of a process is seen, after its memory has gone
@@ -98,7 +98,7 @@ def _over_groups(
     exchange: Exchange, device: torch.device, groups: MakeGroups, reason: str
 ) -> Communicator:
     """Over groups of all ranks; `reason` says why shared memory is not taken, "" if nobody asked for it."""
-    gathers, reduces = exchange.wait_for(lambda: groups(range(exchange.size)))
+    gathers, reduces = exchange.wait_for(groups)
     return C10dCommunicator(gathers, reduces, device, reason)
 
 

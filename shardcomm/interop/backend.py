@@ -16,7 +16,6 @@ import importlib.machinery
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -96,13 +95,12 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
     carriers: tuple[ProcessGroupGloo, ...] = ()  # of all ranks, where `comm` is no faster one
 
-    def gloo_of(ranks: Sequence[int], use: str) -> ProcessGroupGloo:
-        prefix = f"gloo/{use} of {ranks[0]}"
-        return ProcessGroupGloo(PrefixStore(prefix, store), ranks.index(rank), len(ranks), timeout)
+    def gloo_for(use: str) -> ProcessGroupGloo:
+        return ProcessGroupGloo(PrefixStore(f"gloo/{use}", store), rank, size, timeout)
 
-    def through_gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def through_gloo() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         nonlocal carriers
-        carriers = (gloo_of(ranks, "gathers"), gloo_of(ranks, "reduces"))
+        carriers = (gloo_for("gathers"), gloo_for("reduces"))
         return cast("tuple[dist.ProcessGroup, dist.ProcessGroup]", carriers)
 
     deadline_s = timeout.total_seconds()
@@ -122,7 +120,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         hosts = exchange(introduction.host_identity().encode())
         place = place_of(rank, hosts)
         assert isinstance(place, Place)  # as `comm` says
-        gloo = exchange.wait_for(lambda: gloo_of(range(size), "the rest"))
+        gloo = exchange.wait_for(lambda: gloo_for("the rest"))
         sockets = connect(exchange, place.across)
         try:
             handle = library.connect(comm, SHM, -1, deadline_s, place.on_host).value
